@@ -354,12 +354,13 @@ GONE = {"adaptive": "0.2.0"}
 PatternRange = SizeRange[Pattern]
 
 
-def mandatory_density(length: int, tile: TileShape, family: str) -> float:
-    """The least share of the causal tiles of a prompt of `length` tokens that a head of a family computes.
+def mandatory_density(length: int, tile: TileShape, family: str, past: int = 0) -> float:
+    """The least share of the causal tiles of a prompt of `length` tokens, of its rows behind `past`, that a head of a
+    family computes.
 
     Every pattern computes the diagonal tile, the one before it, and the first key tile (design, section 4). At 1K
     tokens that is most of the triangle, at 128K next to nothing.
     """
-    rows = [(first, min(first + tile.query, length) - 1) for first in range(0, length, tile.query)]
+    rows = [(first, min(first + tile.query, length) - 1) for first in range(past, length, tile.query)]
     least = sum(PATTERNS[family].least_tiles(first, last, tile) for first, last in rows)
     return least / sum(last // tile.key + 1 for _, last in rows)

@@ -148,8 +148,8 @@ def layer_lines(
     return score_lines(heads, [last_q] * len(heads), call)
 
 
-class _Same:
-    """Patterns of a layer as a key that is the tuple itself: patterns take 3 us each to compare."""
+class Same:
+    """Patterns of a layer as a key by identity: patterns take 3 us each to compare."""
 
     __slots__ = ("patterns",)
 
@@ -160,16 +160,16 @@ class _Same:
         return id(self.patterns)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.patterns is other.patterns
+        return isinstance(other, Same) and self.patterns is other.patterns
 
 
 def groups_of(patterns: tuple[Pattern, ...]) -> tuple[FamilyHeads, ...]:
     """The heads of each kind of a layer."""
-    return _groups(_Same(patterns))
+    return _groups(Same(patterns))
 
 
 @lru_cache(maxsize=512)
-def _groups(layer: _Same) -> tuple[FamilyHeads, ...]:
+def _groups(layer: Same) -> tuple[FamilyHeads, ...]:
     return group_heads(layer.patterns)
 
 

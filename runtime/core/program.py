@@ -10,10 +10,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
+from sparsekv.kernels.index.build import Same
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
@@ -71,7 +72,7 @@ class LayerProgram:
         return replace(self, bounds=(), patterns=((),))
 
     def for_heads(self, queries: slice, kv: slice) -> LayerProgram:
-        patterns = tuple(_dense_as_none(row[queries]) for row in self.patterns)
+        patterns = tuple(_of_heads(Same(row), queries.start, queries.stop) for row in self.patterns)
         return replace(self, heads=queries.stop - queries.start, kv_heads=kv.stop - kv.start, patterns=patterns)
 
 
@@ -225,6 +226,12 @@ def _layer(layer: int, role: Role, prefill: PrefillPlan | None, model: ModelInfo
         patterns = tuple(_dense_as_none(row.patterns(layer, group.heads)) for row in rows)
         whole = replace(whole, tile=prefill.tile, bounds=bounds, patterns=patterns)
     return whole.for_heads(queries, kv)
+
+
+@lru_cache(maxsize=4096)
+def _of_heads(row: Same, first: int, stop: int) -> tuple[Pattern, ...]:
+    """The patterns of some heads: the very same tuple at every call, as it is a key of caches."""
+    return _dense_as_none(row.patterns[first:stop])
 
 
 def _dense_as_none(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
@@ -36,7 +37,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.plans.files import content_digest, executed_digest, read_text, write_bytes
-from sparsekv.plans.patterns import Pattern, VerticalSlash, tokens
+from sparsekv.plans.patterns import Pattern, VerticalSlash, mandatory_density, tokens
 from sparsekv.plans.schema import LayerCounts, Plan, to_data
 from sparsekv.runtime.core.pays import Clock, Pays, Thresholds, contexts, measure, parse
 from sparsekv.runtime.core.program import LayerProgram, Program
@@ -220,31 +221,35 @@ class TimedLayers(ABC):
     def alike(
         self, layer: LayerProgram, q_BHTD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, scale: float
     ) -> LayerProgram | None:
-        """The layer with budgets that random keys use up as calibration prompts do, over its vertical_slash heads; None
-        where they do not. Heads of other families compute as much of any keys."""
-        length, wanted_H = chunk.longest, self._counts(layer, chunk.longest)
+        """The layer with budgets that random keys use up as calibration prompts do, vertical_slash head by head;
+        None where they do not. Heads of other families compute as much of any keys."""
+        length, wanted_H = chunk.longest, self._counts(layer, chunk)
         patterns = layer.patterns_at(length)
+        nearest: list[tuple[float, Pattern]] = [(math.inf, pattern) for pattern in patterns]
         for _ in range(_SCALINGS if wanted_H else 0):
             index = build_index(patterns, q_BHTD, k_BGKD, chunk, layer.tile, scale=scale)
             heads = list(zip(patterns, wanted_H, _shares(index, chunk), strict=True))
-            lines = [
-                (sum(wanted), sum(computed))
-                for pattern, wanted, computed in heads
-                if isinstance(pattern, VerticalSlash)
-            ]
-            if abs(sum(computed - wanted for wanted, computed in lines)) <= _NEAR * sum(wanted for wanted, _ in lines):
-                return replace(layer, bounds=(), patterns=(patterns,))
+            apart = [(_apart(*head), head[0]) for head in heads]
+            nearest = [min(pair, key=itemgetter(0)) for pair in zip(nearest, apart, strict=True)]
+            lines = sum(sum(wanted) for pattern, wanted, _ in heads if isinstance(pattern, VerticalSlash))
+            if sum(share for share, _ in nearest) <= _NEAR * lines:
+                return replace(layer, bounds=(), patterns=(tuple(pattern for _, pattern in nearest),))
             patterns = tuple(_scaled(pattern, length, *shares) for pattern, *shares in heads)
         return None
 
-    def _counts(self, layer: LayerProgram, length: int) -> list[HeadShares]:
-        """Of the heads of this rank, at the shortest counted length that reaches this one, or at the longest; none of a
-        layer that was not counted."""
+    def _counts(self, layer: LayerProgram, chunk: Chunk) -> list[HeadShares]:
+        """Of the heads of this rank, at the shortest counted length that reaches the chunk's end, or at the longest;
+        none of a layer that was not counted. Tiles that every row has are a smaller share of later rows."""
         computed, first = self.place.computed, self.program.rank.index * layer.heads
-        planned = computed[min((counted for counted in computed if counted >= length), default=max(computed))]
-        every = [list(zip(one.tiles, one.columns, strict=True)) for one in planned if one.layer == layer.layer]
-        own = every[0][first : first + layer.heads] if every else []
-        return own if len(own) == layer.heads else []  # of an edited plan
+        length = min((counted for counted in computed if counted >= chunk.longest), default=max(computed))
+        every = [one for one in computed[length] if one.layer == layer.layer and len(one.tiles) >= first + layer.heads]
+        if not every:  # of an edited plan, too
+            return []
+        own = slice(first, first + layer.heads)
+        least = mandatory_density(length, layer.tile, "vertical_slash")
+        here = mandatory_density(chunk.longest, layer.tile, "vertical_slash", chunk.past[0])
+        tiles = [here + max(0.0, share - least) for share in every[0].tiles[own]]
+        return list(zip(tiles, every[0].columns[own], strict=True))
 
     def hinted_gain(self, rows: int, length: int) -> float:
         """Stands in for a gain where random keys never reach the share of calibration prompts."""
@@ -295,6 +300,10 @@ def _shares(index: TileIndex, chunk: Chunk) -> list[HeadShares]:
     tiles_H, causal = index.counts_BHT[0].sum(1).double(), chunk.causal_tiles(index.tile)
     columns_H = computed_tiles(index)[0] - tiles_H
     return list(zip((tiles_H / causal).tolist(), (columns_H / causal).tolist(), strict=True))
+
+
+def _apart(pattern: Pattern, wanted: HeadShares, computed: HeadShares) -> float:
+    return abs(sum(computed) - sum(wanted)) if isinstance(pattern, VerticalSlash) else 0.0
 
 
 def _scaled(pattern: Pattern, length: int, wanted: HeadShares, computed: HeadShares) -> Pattern:

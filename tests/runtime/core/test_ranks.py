@@ -48,6 +48,13 @@ def rank_of(model, rank, count):
     return Rank(rank, count).heads(model.attention[0])
 
 
+def test_equal_parts_of_a_layer_have_the_very_same_patterns_which_caches_of_indices_are_keyed_by():
+    layer = Program.of(prefill_plan(), None, model_info(LAYERS, HEADS, 4)).layers[0]
+    first, again, other = (layer.for_heads(slice(at, at + 4), slice(0, 2)).patterns for at in (0, 0, 2))
+    assert first[0] is again[0]
+    assert first[0] != other[0]
+
+
 @pytest.mark.parametrize(("kv_heads", "ranks"), [(8, 2), (4, 2), (4, 4), (2, 4), (1, 2)])
 def test_prefill_of_all_ranks_is_that_of_the_whole(kv_heads, ranks):
     model = model_info(LAYERS, HEADS, kv_heads)

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from emulated_graphs import emulate
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import Softmax
 from sparsekv.kernels.tiles import Chunk, computed_tiles
+from sparsekv.planner.evaluation.predictions import divergence
 from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.patterns import VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
@@ -82,6 +84,24 @@ def test_dense_up_to_a_context_and_sparse_behind_it_is_a_plan_with_such_buckets(
     short = sum(end <= at for end in [*range(CHUNK, 401, CHUNK), *range(401, 431)])
     assert torch.equal(found[:, :short], dense[:, :short])
     assert not torch.equal(found, dense)
+
+
+def test_dense_up_to_any_context_and_sparse_behind_it_loses_no_more_than_sparse_always(model):
+    """Quality is measured with sparse always on; hosts run dense where that is faster."""
+    lines = VerticalSlash(vertical=tokens(100), slash=tokens(40), max_tiles=tokens(192))
+    plan = plan_for(model, every_head(model, lines), decode_lengths(segment(0, (1, 2, 3), 150)))
+    rng, always, auto = random.Random(0), [], []
+    for seed in range(4):
+        prompt, new = random_tokens(1, 400, seed), random_tokens(1, 8, seed + 10)
+        rules = (f"prefill={at}x1 decode={at}x1" for at in rng.sample(range(CHUNK, 408), 2))
+        dense, most, *less = (
+            logits(model, plan, prompt, new, sparse=how)[0][:, -9:] for how in ("never", "always", *rules)
+        )
+        lost = [divergence(dense.log_softmax(-1), found.log_softmax(-1)).item() for found in (most, *less)]
+        always.append(lost[0])
+        auto.append(max(lost[1:]))
+    assert 1e-4 < np.mean(always) < 0.5
+    assert np.mean(auto) <= np.mean(always)
 
 
 def test_a_dense_step_remembers_its_queries_for_sparse_ones(model):
@@ -278,16 +298,19 @@ def test_where_random_keys_never_reach_the_share_the_hint_decides(model, monkeyp
 
 
 @pytest.mark.parametrize("rank", [None, Rank(1, 2)], ids=["one rank", "second of two"])
-def test_each_head_of_a_timed_layer_computes_the_counts_of_the_plan(model, rank):
+@pytest.mark.parametrize("rows", [1024, 256])
+def test_each_head_of_a_timed_layer_computes_the_counts_of_the_plan(model, rank, rows):
+    """Counts are those of whole prompts: later rows have the same mandatory tiles, a smaller share of theirs."""
     lines = VerticalSlash(vertical=tokens(64), slash=tokens(256), last_q=64, max_tiles=tokens(256))
     work = work_on(model, None, None, rank=rank)
     layer = replace(work.program.layers[1], bounds=(), patterns=((lines,) * (4 if rank is None else 2),))
-    wanted = LayerCounts(layer=1, tiles=(0.4, 0.3, 0.6, 0.5), columns=(0.0, 0.08, 0.02, 0.15))
+    wanted = LayerCounts(layer=1, tiles=(0.4, 0.35, 0.6, 0.5), columns=(0.0, 0.08, 0.02, 0.15))
     work = replace(work, place=replace(work.place, computed={1024: (wanted,)}))
-    chunk, (q_BHTD, k_BGKD, _) = Chunk.uniform(1, 0, 1024), work._tensors(layer, 1, 1024, 1024)
+    chunk, (q_BHTD, k_BGKD, _) = Chunk.uniform(1, 1024 - rows, 1024), work._tensors(layer, 1, rows, 1024)
     alike = work.alike(layer, q_BHTD, k_BGKD, chunk, 0.25)
     index = build_index(alike.patterns_at(1024), q_BHTD, k_BGKD, chunk, layer.tile, scale=0.25)
     computed_H = computed_tiles(index)[0] / chunk.causal_tiles(layer.tile)
-    planned_H = [sum(both) for both in zip(wanted.tiles, wanted.columns, strict=True)][-layer.heads :]
-    assert computed_H.tolist() == pytest.approx(planned_H, rel=0.2)
-    assert float(computed_H.sum()) == pytest.approx(sum(planned_H), rel=0.1)
+    mandatory = 45 / 136, {1024: 45 / 136, 256: 12 / 58}[rows]
+    both = zip(wanted.tiles, wanted.columns, strict=True)
+    planned_H = np.array([tiles - mandatory[0] + mandatory[1] + columns for tiles, columns in both][-layer.heads :])
+    assert np.abs(computed_H.numpy() - planned_H).sum() <= 0.1 * planned_H.sum()
