@@ -13,6 +13,7 @@ from planner_profiles import made_up_length, made_up_profile, options_for
 from pydantic import ValidationError
 
 from sparsekv.planner.allocate import allocate
+from sparsekv.planner.options import FAMILIES
 from sparsekv.planner.predict import ScoreTables, choice_of, layer_times, step_us
 from sparsekv.planner.prices import HeadShape, Prices, Table, shipped_prices
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
@@ -110,9 +111,8 @@ def tilted(prices: Prices, scale: float, work: float, index: Sequence[float]) ->
     return prices.model_copy(update={**tables, "dense": prices.dense.scaled(scale), "index": indices})
 
 
-def planned(prices: Prices, target: float) -> PrefillPlan:
-    options = options_for(lengths=(2048, 4096), target_density=(target,) * 2)
-    return allocate(PROFILE, prices, options)
+def planned(prices: Prices, **changes: Any) -> PrefillPlan:
+    return allocate(PROFILE, prices, options_for(lengths=(2048, 4096), **changes))
 
 
 def share_and_time(prices: Prices, plan: PrefillPlan, entry: LengthProfile) -> tuple[float, float]:
@@ -121,24 +121,29 @@ def share_and_time(prices: Prices, plan: PrefillPlan, entry: LengthProfile) -> t
     return tables.density(choice), float(layer_times(prices, tables, choice).sparse_us.sum())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.floats(0.1, 10.0),
     st.floats(1.0, 2.0),
     st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3),
-    st.sampled_from((0.5, 0.6, 0.7)),
+    st.sampled_from((1e-5, 1e-3, 0.01, 0.03)),
+    st.sampled_from((FAMILIES, INDEXED)),
 )
-def test_two_devices_give_plans_of_like_shares_each_nearly_as_fast_on_the_other(scale, work, index, target) -> None:
-    """Both have one damage, which prices have no part in."""
+def test_two_devices_give_plans_of_like_shares_each_nearly_as_fast_on_the_other(
+    scale, work, index, loss, families
+) -> None:
+    """Both have one damage, which prices have no part in. Among all families, an index of 2,048 tokens is a quarter of
+    a head's time, and the devices' prices of it are up to 4 times apart."""
     first = made_up_prices(tiles=(200.0, 1.0), column=1.5, index=dict.fromkeys(INDEXED, (100.0, 0.005, 0.0)))
     second = tilted(first, scale, work, index)
-    one, other = planned(first, target), planned(second, target)
+    one, other = (planned(prices, loss=loss, families=families) for prices in (first, second))
     for entry in PROFILE.lengths:
         (share, us), (shifted, foreign_us) = (share_and_time(first, plan, entry) for plan in (one, other))
         assert max(share, shifted) <= 1.1 * min(share, shifted)
-        assert foreign_us <= 1.05 * us
+        slower = 1.15 if entry.length == 2048 and families == INDEXED else 1.05
+        assert foreign_us <= slower * us
         (_, foreign_us), (_, us) = (share_and_time(second, plan, entry) for plan in (one, other))
-        assert foreign_us <= 1.05 * us
+        assert foreign_us <= slower * us
 
 
 @pytest.mark.parametrize(
