@@ -125,8 +125,8 @@ class OwnFigure(RunRecord):
     @property
     def words(self) -> str:
         at_once = f", {self.at_once} at once" if self.half == "vllm" else ""
-        turn = f" {self.turn}" if self.turn else ""
-        return f"{self.name}{turn} at {format_length(self.length)} in {TITLES[self.half]}{at_once}"
+        names = {"turn": f"turn {self.turn}", "session": f"session of {self.turn} turns"}
+        return f"{names.get(self.name, self.name)} at {format_length(self.length)} in {TITLES[self.half]}{at_once}"
 
 
 class OwnRun(RunSettings):

@@ -48,7 +48,7 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _row(figure: OwnFigure) -> Row:
-    name = f"{figure.name}, {figure.turn} turns to" if figure.name == "session" else f"{figure.name} at"
+    name = f"session of {figure.turn} turns, to" if figure.name == "session" else f"{figure.name} at"
     return (f"{name} {format_length(figure.length)}", *cells(figure))
 
 
@@ -80,7 +80,7 @@ def _turns(alike: Sequence[OwnFigure]) -> Row:
     first = alike[0]
     dense, plan = zip(*(figure.medians for figure in alike if figure.medians), strict=True)
     gains = [figure.gain or 1.0 for figure in alike]
-    name = f"first token of {len(alike)} turns of {format_length(first.new)}"
+    name = f"first token, turns of {format_length(first.new)} ({len(alike)})"
     if first.turn == 1:
         name = f"first token of a session, {format_length(first.new)}"
     median = statistics.median(gains)

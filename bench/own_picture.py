@@ -67,8 +67,7 @@ def _lengths(parts: list[OwnFigure], title: str) -> alt.LayerChart:
 
 def _turns(parts: list[OwnFigure], agents: int) -> Any:
     rows = [row | {"turn": figure.turn} for figure in parts for row in _rows(figure)]
-    whole = alt.Axis(tickMinStep=1)
-    x = alt.X("turn:Q", axis=whole, scale=alt.Scale(zero=False))
+    x = alt.X("turn:O", axis=alt.Axis(labelAngle=0))
     lines = alt.Chart(alt.InlineData(values=rows)).mark_line(point=True).encode(x=x, y=_time(), color=_colour())
     title = f"first token of a turn, vLLM, {agents} at once"
     return lines.properties(width=_SIZE[0], height=_SIZE[1], title=title)

@@ -67,6 +67,7 @@ def test_page_picture_and_the_row_of_readme_have_the_verdict_the_shares_and_fail
     empty.add(OwnFigure(name="first token", share=0.25, dense=(100.0,), plan=(80.0,), **ONCE))
     empty.add(OwnFigure(name="token", failed="out of memory", **ONCE))
     turns = ((1, 1024, 1024), (2, 1400, 256), (3, 1700, 256))
+    empty.add(OwnFigure(name="session", turn=3, dense=(90.0,), plan=(60.0,), **ONCE))
     for turn, length, new in turns:
         facts = ONCE | {"length": length, "turn": turn, "new": new}
         empty.add(OwnFigure(name="turn", dense=(30.0,), plan=(20.0 if turn < 3 else 15.0,), **facts))
@@ -75,9 +76,11 @@ def test_page_picture_and_the_row_of_readme_have_the_verdict_the_shares_and_fail
         "so small",
         "failed: out of memory",
         "| first token at 2k | 1 | 25% | 100 ms | 80 ms | 1.25x (1.25 to 1.25) |",
-        "| first token of 2 turns of 256 | 1 |  | 30 ms | 17.5 ms | 1.75x (1.50 to 2.00) |",
+        "| first token, turns of 256 (2) | 1 |  | 30 ms | 17.5 ms | 1.75x (1.50 to 2.00) |",
         "![Times by length and turn, dense and by the plan](own.svg)",
         "H200; vLLM 0.33.0",
+        "session of 3 turns at 2k in vLLM, 1 at once 1.50x",
+        "| session of 3 turns, to 2k | 1 |",
     ):
         assert said in text, text
     write_picture(empty, tmp_path / "own.svg")
