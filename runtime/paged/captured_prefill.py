@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from sparsekv.kernels.device_cache import holding
 from sparsekv.kernels.index.build import builds_by_triton, groups_of
 from sparsekv.kernels.index.layout import FamilyHeads, IndexLayout
 from sparsekv.kernels.keys import FLOAT8, Scales, Softmax
-from sparsekv.kernels.tiles import AnyChunk, Chunk
+from sparsekv.kernels.tiles import LEAST_SAMPLED, AnyChunk, Chunk
 from sparsekv.plans.patterns import Dense, Pattern, VerticalSlash
 from sparsekv.runtime.core.prefill import attend_patterns
 from sparsekv.runtime.core.program import LayerProgram
@@ -139,8 +140,8 @@ class CapturedPrefill:
         self._now: object = None
         self._graphs: dict[tuple[object, ...], _Graph] = {}
         self._held: dict[object, object] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = None  # of memory that all graphs use in turn
+        self._stream: Any = None
         self.failed = ""  # the reason why nothing is captured any more
 
     @staticmethod
@@ -153,6 +154,20 @@ class CapturedPrefill:
             return False
         ((_, heads, _, window),) = alike
         return window is None and heads * head_dim * _SMALLEST <= MOST_NUMBERS
+
+    def warm_up(
+        self, layer: LayerProgram, pages: Pages, scale: float, softmax: Softmax, scales: Scales | None = None
+    ) -> None:
+        """Compiles what graphs launch, for every number of sampled queries, by a chunk without tokens."""
+        rows = min(_SMALLEST, self._rows)
+        keys = min(rows + _TILE - 1, self._most_keys)
+        patterns = next(row for row in layer.patterns if row)
+        for sampled in _rounded_samples(self._budgets.most_sampled):
+            try:
+                self._compute(patterns, self._any_chunk(rows, keys, sampled), pages, scale, softmax, scales)
+            except Exception as error:  # the engine runs without graphs
+                self.failed = summary(error)
+                return
 
     def takes_rows(self, rows: int) -> bool:
         return not self.failed and _TILE <= rows <= self._rows
@@ -196,7 +211,8 @@ class CapturedPrefill:
         (rows,), length = chunk.rows, chunk.longest
         (sampled,) = chunk.sampled(self._budgets.most_sampled)
         keys = min(_rounded(length) + _TILE - 1, self._most_keys)
-        sizes = min(_rounded(rows), self._rows), keys, 1 << (sampled - 1).bit_length()
+        most = next(most for most in _rounded_samples(self._budgets.most_sampled) if sampled <= most)
+        sizes = min(_rounded(rows), self._rows), keys, most
         size = self._sizes.get(sizes)
         if size is None:
             size = self._sizes[sizes] = _Size(self._any_chunk(*sizes))
@@ -228,6 +244,8 @@ class CapturedPrefill:
         if torch.cuda.mem_get_info(self._device)[0] < _SPARE:
             self.failed = "no memory is left for graphs"
             return None
+        if self._stream is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), holding(self._held):
@@ -269,6 +287,11 @@ class CapturedPrefill:
 def _rounded(rows: int) -> int:
     """Up to a power of two."""
     return max(_SMALLEST, 1 << (rows - 1).bit_length())
+
+
+def _rounded_samples(most: int) -> tuple[int, ...]:
+    """Numbers of sampled queries that graphs are captured for: a few, as kernels are compiled for each."""
+    return (*(count for count in (LEAST_SAMPLED, 2 * LEAST_SAMPLED) if count < most), most)
 
 
 def memory_of(longest: int) -> int:

@@ -269,6 +269,10 @@ class SparseBuilder(_Builder):
         pages = check_pages(vllm_config, own[0].impl, own[0], kv_cache_spec, device)
         table_P = torch.ones(1, dtype=torch.int32, device=device)
         host.scratch.copy(pages, table_P, 1, scales)  # compiles what copies
+        planned = [layer for layer in own if layer.impl.program_of(host, layer) in host.program.prefilling]
+        if host.captured is not None and planned:
+            impl = planned[0].impl
+            host.captured.warm_up(impl.program_of(host, planned[0]), pages, impl.scale, impl.softmax, scales)
         self._programs = tuple(layer.impl.program_of(host, layer) for layer in own)
         self._graph_rows = vllm.graph_rows(vllm_config)
         blocks: EvictedBlocks | None = getattr(kv_cache_spec, "blocks", None)

@@ -41,11 +41,11 @@ def test_requests_without_keys_beside_others_are_zeros_and_leave_those_alone(row
     cache = internals.empty_cache(200, 2, 128, DTYPE, DEVICE).normal_(generator=generator)
     table_BP = torch.randperm(200, generator=generator, device=DEVICE).int().view(4, 50)
     out_THD = torch.full_like(q_THD, 7.0)
-    internals.engine_dense_attention(q_THD, cache, table_BP, lengths, 0.1, out_THD)()
+    internals.platform.attention(q_THD, cache, table_BP, lengths, 0.1, out_THD)()
     for request, length in enumerate(lengths):
         part, alone_THD = slice(request * rows, (request + 1) * rows), torch.empty_like(q_THD[:rows])
         if not length:
             assert (out_THD[part] == 0).all()
             continue
-        internals.engine_dense_attention(q_THD[part], cache, table_BP[request, None], [length], 0.1, alone_THD)()
+        internals.platform.attention(q_THD[part], cache, table_BP[request, None], [length], 0.1, alone_THD)()
         torch.testing.assert_close(out_THD[part], alone_THD, rtol=2e-2, atol=2e-2)

@@ -1,19 +1,24 @@
 """Graphs of a request's chunks, beside the same layers launch by launch."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
+from triton_index import SMALL
 
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.index.triton import vertical_slash
 from sparsekv.kernels.keys import PLAIN, Scales, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import Dense, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.runtime.core import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank
 from sparsekv.runtime.core.stats import Meter
+from sparsekv.runtime.paged import captured_prefill
 from sparsekv.runtime.paged.captured_prefill import CapturedPrefill, memory_of
 from sparsekv.runtime.paged.plan_host import PlanHost, Scratch
 
-pytestmark = pytest.mark.gpu
 LONGEST, PAGE = 40_000, 16
 
 
@@ -31,6 +36,7 @@ def layers_of(count: int, heads: int, kv_heads: int, rng: random.Random) -> tupl
     )
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["flash", "triton"])
 @pytest.mark.parametrize("kind", ["plain", "sinks", "e4m3"])
 def test_a_captured_chunk_has_the_output_of_its_launches(backend: str, kind: str) -> None:
@@ -76,3 +82,58 @@ def test_a_captured_chunk_has_the_output_of_its_launches(backend: str, kind: str
     assert captured.failed == ""
     assert host.backend == backend
     assert graphs > 20
+
+
+class Replayed:
+    """A graph that runs its launches again, over the same memory."""
+
+    def __init__(self, compute) -> None:
+        self.compute, self.spent_BH = compute, compute().clone()
+
+    def replay(self) -> None:
+        self.spent_BH.copy_(self.compute())
+
+
+@pytest.fixture
+def replayed(monkeypatch) -> None:
+    """Graphs without a GPU: sizes are small, kernels run in the interpreter."""
+
+    def capture(self, *call):
+        graph = Replayed(lambda: self._compute(*call))
+        return captured_prefill._Graph(graph, graph.spent_BH, call[0])
+
+    monkeypatch.setattr(CapturedPrefill, "_capture", capture)
+    monkeypatch.setattr(captured_prefill, "_SMALLEST", 256)
+    monkeypatch.setattr(vertical_slash, "sizes_for", lambda device: SMALL)
+    by_triton = partial(build_index, builder="triton")
+    monkeypatch.setattr(prefill, "build_index", lambda *given, **how: by_triton(*given, **{**how, "builder": "triton"}))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU graphs run there")
+@pytest.mark.usefixtures("replayed")
+def test_chunks_of_several_requests_share_the_memory_of_their_graphs() -> None:
+    """Steps of two requests, layer by layer, with chunks of any cut: output and counts are those of the launches."""
+    rng, heads, kv_heads, size, longest = random.Random(1), 2, 1, 16, 500
+    torch.manual_seed(1)
+    layers, cpu = layers_of(2, heads, kv_heads, rng), torch.device("cpu")
+    scratch = Scratch(memory_of(longest), kv_heads * size, torch.float32, cpu)
+    host = PlanHost(Program(Rank(), layers), "triton", scratch, longest)
+    captured = CapturedPrefill(layers, "triton", scratch.views, size, 256, longest, PAGE, torch.float32, cpu)
+    cache = torch.randn(100, 2, PAGE, kv_heads, size)
+    pages, seen = (cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)), 0
+    captured.warm_up(layers[0], pages, 0.25, PLAIN)
+    for _ in range(3):
+        cuts = [(rng.randrange(128, 257), rng.randrange(0, 240)) for _ in range(2)]
+        steps = [(object(), Chunk((past,), (past + rows,)), torch.randperm(100).int()) for rows, past in cuts]
+        for layer in layers:
+            for name, chunk, table_P in steps:
+                q_THD, meter, expected_meter = torch.randn(chunk.rows[0], heads, size), Meter(), Meter()
+                out = captured.attend(name, layer, q_THD, pages, table_P, chunk, 0.25, PLAIN, meter)
+                if out is None:
+                    continue
+                out, seen, host.counters.meter = out.clone(), seen + 1, expected_meter
+                expected = host.prefill(layer, q_THD, scratch.copy(pages, table_P, chunk.longest), chunk, 0.25)
+                torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+                assert meter.read() == expected_meter.read()
+    assert captured.failed == ""
+    assert seen > 4
