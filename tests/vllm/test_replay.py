@@ -1,4 +1,4 @@
-"""Cuts, preemptions, prefix hits and cancelled requests as vLLM made them, replayed in the transformers host."""
+"""Cuts, preemptions, prefix hits, cancelled requests, sessions, as vLLM made them, replayed in transformers."""
 
 import os
 import random
@@ -17,6 +17,7 @@ from sparsekv.runtime.vllm.engine_host import serving_stats
 FUZZ_FIRST, FUZZ_COUNT = (
     int(os.environ.get(name, default)) for name, default in (("FUZZ_FIRST", 100), ("FUZZ_COUNT", 30))
 )
+SESSIONS = (0,)  # seeds of three agents each, in which all of it happens
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,72 @@ def test_every_step_of_cramped_requests_has_the_logits_of_the_transformers_host_
     engine: Any, sparse: Oracle, prompts: dict[int, list[int]], seed: int
 ) -> None:
     check(engine, sparse, prompts, seed)
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+
+def play(engine: Any, source: random.Random, text: list[int], agents: int) -> list[Any]:
+    """Turns of agents, each of which goes on from its prompt and answer before, or from an earlier part of it; new ones
+    come at random steps. Returns the outputs."""
+    inner, ended = engine.llm_engine, []
+    history = {str(agent): text[200 * agent : 200 * agent + source.randrange(300, 700)] for agent in range(agents)}
+    turns = dict.fromkeys(history, source.randrange(2, 4))
+    idle = sorted(history)
+    while idle or inner.has_unfinished_requests():
+        while idle and (source.random() < 0.4 or not inner.has_unfinished_requests()):
+            name = idle.pop(source.randrange(len(idle)))
+            asked = SamplingParams(temperature=0.0, max_tokens=source.choice((1, 8, 24)), ignore_eos=True)
+            inner.add_request(name, {"prompt_token_ids": history[name]}, asked)
+        for output in inner.step():
+            if not output.finished:
+                continue
+            ended.append(output)
+            name, first = output.request_id, source.randrange(1000)
+            before = [*history[name], *output.outputs[0].token_ids]
+            shared = source.choice((len(before), len(before), len(before) // 2))
+            history[name] = [*before[:shared], *text[first : first + source.choice((3, 60, 130, 300))]]
+            turns[name] -= 1
+            idle += [name] if turns[name] else []
+    return ended
+
+
+def check_sessions(engine: Any, sparse: Oracle, text: list[int], seed: int) -> tuple[int, int, int]:
+    """Plays random sessions and replays them.
+
+    Returns:
+        The numbers of preemptions, of turns that found pages, and of prefixes that were evicted before their turn.
+    """
+    source, before = random.Random(seed), preemptions(engine)
+    with cramped(engine, source.randrange(96, 513), source.randrange(9, 15)), recorded(engine) as recording:
+        ended = play(engine, source, text, agents=3)
+    assert engine.reset_prefix_cache(), "pages are still taken"
+    assert_replayed(sparse, recording)
+    later = ended[3:]
+    evicted = sum(output.num_cached_tokens + PAGE < len(output.prompt_token_ids) // 2 for output in later)
+    return preemptions(engine) - before, sum(output.num_cached_tokens > 0 for output in ended), evicted
+
+
+def test_turns_behind_cached_evicted_and_preempted_pasts_have_the_logits_of_undisturbed_sessions(
+    engine: Any, sparse: Oracle, prompts: dict[int, list[int]]
+) -> None:
+    """At equal cuts, row by row; a turn of few rows is dense behind a sparse past."""
+    counts = [check_sessions(engine, sparse, prompts[2700], seed) for seed in SESSIONS]
+    preempted, hits, evicted = map(sum, zip(*counts, strict=True))
+    assert preempted > 0
+    assert hits > 0
+    assert evicted > 0
+    stats = serving_stats(engine)
+    assert stats.sparse_tokens > 0
+    assert stats.dense_tokens > 0
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(FUZZ_FIRST, FUZZ_FIRST + FUZZ_COUNT))
+def test_sessions_have_the_logits_of_undisturbed_ones_in_the_long_run(
+    engine: Any, sparse: Oracle, prompts: dict[int, list[int]], seed: int
+) -> None:
+    check_sessions(engine, sparse, prompts[2700], seed)
 
 
 def test_a_replay_with_other_cuts_differs(
