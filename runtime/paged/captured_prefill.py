@@ -159,6 +159,9 @@ class CapturedPrefill:
         self, layer: LayerProgram, pages: Pages, scale: float, softmax: Softmax, scales: Scales | None = None
     ) -> None:
         """Compiles what graphs launch, for every number of sampled queries, by a chunk without tokens."""
+        if pages[0].shape[2] * len(self._table_P) < self._most_keys:
+            self.failed = f"pages of {pages[0].shape[2]} tokens"
+            return
         rows = min(_SMALLEST, self._rows)
         keys = min(rows + _TILE - 1, self._most_keys)
         patterns = next(row for row in layer.patterns if row)
