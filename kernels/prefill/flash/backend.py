@@ -81,8 +81,7 @@ def _whole(call: PrefillCall) -> CallPart:
     out_BHSD = torch.empty_like(call.q_BHSD)
     lse_BHS = torch.empty(out_BHSD.shape[:3], dtype=torch.float32, device=out_BHSD.device)
     window = None if reaches else call.window
-    # One compilation for prompts of one row, whether captured or not.
-    past_1 = call.chunk.on_device(out_BHSD.device)[0] if window is None and len(call.chunk.past) == 1 else None
+    past_1 = None if call.chunk.is_fixed else call.chunk.on_device(out_BHSD.device)[0]
     return CallPart(call.q_BHSD, call.k_BGKD, call.v_BGKD, out_BHSD, lse_BHS, call.scale, window, past_1)
 
 

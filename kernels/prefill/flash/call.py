@@ -45,6 +45,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.prefill.flash.limits import check_layout, is_aligned, package
 from sparsekv.kernels.prefill.triton import _count_entries_below
 from sparsekv.kernels.tiles import Chunk, TileIndex
@@ -276,7 +277,7 @@ class CallPart:
     lse_BHS: torch.Tensor  # written, float32, natural
     scale: float
     window: int | None
-    past_1: torch.Tensor | None = None  # of its only batch row, int32, where the kernel reads it there
+    past_1: torch.Tensor | None = None  # of a captured call, int32: its keys go on behind the last row's
 
     @property
     def past(self) -> int:
@@ -331,14 +332,15 @@ def attend_lists(part: CallPart, lists: BlockLists) -> None:
         block_size=(lists.tile.query, lists.tile.key),
     )
     views = _by_token(part)
-    if part.past_1 is not None:
-        views["aux_tensors"] = [part.past_1]
+    if part.window is None:
+        past_1 = on_device((part.past,), part.q_BHSD.device, torch.int32) if part.past_1 is None else part.past_1
+        views["aux_tensors"] = [past_1]
     with torch.cuda.device_of(part.q_BHSD):
         _module("interface")._flash_attn_fwd(
             **views,
             lse=part.lse_BHS,
             softmax_scale=part.scale,
-            mask_mod=mask_mod(part.window, part.past_1 is not None),
+            mask_mod=mask_mod(part.window),
             block_sparse_tensors=tensors,
             pack_gqa=False,
         )
@@ -392,33 +394,25 @@ def causal_in_window(row: Any, key: Any, window: Any) -> Any:
 
 
 @lru_cache(maxsize=16)  # the same function object for the same window: flash-attn-4 hashes functions to find its kernel
-def mask_mod(window: int | None, reads_past: bool = False) -> Callable[..., Any]:
+def mask_mod(window: int | None) -> Callable[..., Any]:
     """Returns what a row sees, as flash-attn-4 wants it: (batch, head, row, key, lengths, aux tensors), vectors of one
     element.
 
-    flash-attn-4 counts the row from the first query row and the key from key 0. Every launch here has its keys cut to
-    the length, so the offset is keys - queries, which the kernel knows at run time: no compilation depends on past or
-    length, and no tensor has to carry them. Where keys go on behind the last row's, as in a captured call, a tensor
-    does: the first auxiliary one is the past. The window is a number in the code, one compilation for each window.
+    flash-attn-4 counts the row from the first query row and the key from key 0. Without a window the past is the first
+    auxiliary tensor, as the keys of a captured call go on behind the last row's. With one, every launch has its keys
+    cut to the length, so the offset is keys - queries, which the kernel knows at run time; the window is a number in
+    the code, one compilation for each. No compilation depends on past or length.
     """
     # No annotations on the functions below: the compiler of cute.jit would read them, as strings.
     from cutlass import Int32, cute
 
     scalar_to_ssa = _module("utils").scalar_to_ssa
 
-    if reads_past:
-        assert window is None
+    if window is None:
 
         @cute.jit
         def seen(batch, head, row, key, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
             return causal(row + scalar_to_ssa(aux_tensors[0][0], Int32), key)
-
-    elif window is None:
-
-        @cute.jit
-        def seen(batch, head, row, key, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
-            past = scalar_to_ssa(seqlen_info.seqlen_k - seqlen_info.seqlen_q, Int32)
-            return causal(row + past, key)
 
     else:
 
@@ -428,6 +422,6 @@ def mask_mod(window: int | None, reads_past: bool = False) -> Callable[..., Any]
             return causal_in_window(row + past, key, scalar_to_ssa(window, Int32))
 
     # Hashing the source would miss that the predicate itself is defined elsewhere.
-    seen.__cute_hash__ = f"sparsekv causal, window {window}{', past of a tensor' if reads_past else ''}"
+    seen.__cute_hash__ = f"sparsekv causal, window {window}"
     mask: Callable[..., Any] = seen
     return mask

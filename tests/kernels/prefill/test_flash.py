@@ -103,8 +103,7 @@ def test_what_the_compiler_says_of_its_own_argument_is_silenced_and_nothing_else
 def test_one_mask_function_serves_every_length_and_names_its_window() -> None:
     assert mask_mod(None) is mask_mod(None)
     assert mask_mod(30) is mask_mod(30)
-    hashes = {mask_mod(*window).__cute_hash__ for window in ((None,), (None, True), (30,), (31,))}
-    assert len(hashes) == 4
+    assert len({mask_mod(window).__cute_hash__ for window in (None, 30, 31)}) == 3
 
 
 @needs_interpreter
