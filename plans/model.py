@@ -267,6 +267,9 @@ def _names(layer: int, head: int) -> Callable[[dict[str, Any]], bool]:
 
 def _check_segment(segment: Segment, shapes: Shapes, path: tuple[Where, ...]) -> None:
     _softmax_layers((segment.filter,), shapes, (*path, "filter"))
+    if (kind := shapes[segment.filter].kind) != "full":
+        message = f"expected a filter layer with full attention, found layer {segment.filter}, which is {kind}"
+        raise FieldError(message, *path, "filter")
     _softmax_layers(segment.layers, shapes, (*path, "layers"))
     source = shapes[segment.filter].kv_heads
     for layer in segment.layers if segment.heads != "max" else ():

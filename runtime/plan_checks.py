@@ -17,6 +17,7 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import Plan, check_model, cut_text, unsupported
 from sparsekv.plans.types import format_ids
+from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.settings import threads_spin
 
 
@@ -30,6 +31,7 @@ class Host:
     evicts: bool = True
     mixed_caches: bool = True  # they may beside layers whose caches have another shape
     drafts: bool = False  # decode drafts only, and the output is that of dense attention (exact output)
+    ranks: int = 1  # of tensor parallelism: each has some heads of every layer
     obstacles: tuple[str, ...] = ()  # a sentence for each of its own settings that stands in the way of the plan
     way_out: str = "Make a plan without it."
 
@@ -45,7 +47,8 @@ def check_plan(
 
 def refuse(plan: Plan, model: ModelInfo, host: Host) -> None:
     """Raises UnsupportedError with a sentence for everything in a plan that a host cannot run on a model."""
-    refused = [*unsupported(plan), *_beyond(plan, model, host), *host.obstacles]
+    refused = [*unsupported(plan), *_beyond(plan, model, host), *_across_ranks(plan, model, host.ranks)]
+    refused += host.obstacles
     if refused:
         listed = "\n".join(f"  {line}" for line in refused)
         raise UnsupportedError(f"expected a plan that {host.name} executes in full, found:\n{listed}\n{host.way_out}")
@@ -76,6 +79,32 @@ def _beyond(plan: Plan, model: ModelInfo, host: Host) -> Iterator[str]:
         "back": host.drafts and linear,
     }
     return (sentence for sentence, holds in sentences.items() if holds)
+
+
+def _across_ranks(plan: Plan, model: ModelInfo, ranks: int) -> Iterator[str]:
+    """Each rank checks the heads of all ranks: one that refused alone would leave the others waiting for it."""
+    for group in model.attention:
+        if group.heads % ranks or max(group.kv_heads, ranks) % min(group.kv_heads, ranks):
+            yield f"{ranks} ranks for {group.heads} query and {group.kv_heads} KV heads: use a number that divides both"
+            return
+    fewest, fewer = min(group.kv_heads for group in model.attention), "use fewer ranks, or `heads: max`"
+    if plan.evicting and ranks > fewest:
+        evicting = format_ids(plan.evicting)
+        yield f"{ranks} ranks that share {fewest} KV heads, where layers {evicting} evict tokens: use {fewest} or fewer"
+    for segment in {str(segment): segment for segment in segments_of(plan)}.values():
+        kv_heads = model.group_of(segment.filter).kv_heads
+        if segment.heads != "max" and segment.scope == "global" and ranks > kv_heads:
+            yield f"{ranks} ranks for segment {segment}, whose {kv_heads} KV heads choose by themselves: {fewer}"
+        elif any(_crosses(segment, model, Rank(rank, ranks)) for rank in range(ranks)):
+            yield f"{ranks} ranks for segment {segment}, in whose head maps one takes the choice of another: {fewer}"
+
+
+def _crosses(segment: Segment, model: ModelInfo, rank: Rank) -> bool:
+    """True where a KV head of a layer on this rank takes the choice of a KV head on another."""
+    maps = {} if isinstance(segment.heads, str) else segment.heads
+    own = rank.heads(model.group_of(segment.filter))[1]
+    taken = (source for layer, sources in maps.items() for source in sources[rank.heads(model.group_of(layer))[1]])
+    return any(not own.start <= source < own.stop for source in taken)
 
 
 def segments_of(plan: Plan) -> list[Segment]:

@@ -15,7 +15,6 @@ from functools import cached_property, lru_cache
 import torch
 
 from sparsekv.kernels.index.build import Same
-from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodePlan, Eviction, PrefillPlan, Segment
@@ -32,18 +31,12 @@ DEFAULT_TILE = TileShape()
 @dataclass(frozen=True, slots=True)
 class Rank:
     """One of `count` tensor-parallel ranks: neighbouring heads of every layer. Where there are more ranks than KV
-    heads, several ranks hold the same KV head."""
+    heads, several ranks hold the same KV head. `plan_checks.refuse` has checked that heads divide."""
 
     index: int = 0
     count: int = 1
 
     def heads(self, group: AttentionGroup) -> tuple[slice, slice]:
-        more, fewer = max(group.kv_heads, self.count), min(group.kv_heads, self.count)
-        if group.heads % self.count or more % fewer:
-            raise UnsupportedError(
-                f"expected heads that divide evenly over {self.count} ranks, found {group.heads} query and "
-                f"{group.kv_heads} KV heads (layer {group.layers[0]}); use a number of ranks that divides both"
-            )
         queries = group.heads // self.count
         kv = max(1, group.kv_heads // self.count)
         first = self.index * group.kv_heads // self.count
@@ -90,10 +83,6 @@ class Program:
 
         Args:
             rank: whose heads; all of them when None.
-
-        Raises:
-            UnsupportedError: heads do not divide over the ranks, a choice of single KV heads crosses ranks, or a filter
-            layer sees only a window.
         """
         rank = rank or Rank()
         segments = _segments(decode, model, rank)
@@ -254,17 +243,7 @@ def _segment(
     segment: Segment, bounds: tuple[int, ...], buckets: tuple[Segment | None, ...], model: ModelInfo, rank: Rank
 ) -> SegmentProgram:
     group = model.group_of(segment.filter)
-    if group.kind != "full":
-        raise UnsupportedError(
-            f"expected filter layers with full attention, found layer {segment.filter}, which is {group.kind} and "
-            f"cannot choose among all tokens; compile the plan again for this model"
-        )
     own_heads, (queries, kv) = segment.heads != "max", rank.heads(group)
-    if own_heads and rank.count > group.kv_heads and segment.scope == "global":
-        raise UnsupportedError(
-            f"expected at most {group.kv_heads} ranks for segment {segment}, whose KV heads choose by themselves, "
-            f"found {rank.count}; use fewer ranks, or `heads: max`"
-        )
     return SegmentProgram(
         filter=segment.filter,
         sink=segment.sink,
@@ -281,20 +260,8 @@ def _segment(
 
 
 def _kv_map(segment: Segment, layer: int, model: ModelInfo, rank: Rank) -> tuple[int, ...] | None:
-    """The layer's head map, from the rank's KV heads of the layer to its KV heads of the filter layer. Every rank
-    checks the maps of all: one that refused alone would leave the others waiting for it."""
+    """The layer's head map, from the rank's KV heads of the layer to its KV heads of the filter layer."""
     if isinstance(segment.heads, str):
         return None
-    for other in (Rank(index, rank.count) for index in range(rank.count)):
-        kv, chosen_by = (other.heads(model.group_of(number))[1] for number in (layer, segment.filter))
-        sources = segment.heads[layer][kv]
-        crossing = [source for source in sources if not chosen_by.start <= source < chosen_by.stop]
-        if crossing:
-            raise UnsupportedError(
-                f"expected head maps that stay within a rank, found that KV heads {kv.start} to {kv.stop - 1} of layer "
-                f"{layer} take the choice of KV head {crossing[0]} of filter layer {segment.filter}, which is on "
-                f"another rank; use fewer ranks, or `heads: max`"
-            )
-        if other == rank:
-            mapped = tuple(source - chosen_by.start for source in sources)
-    return mapped
+    kv, chosen_by = (rank.heads(model.group_of(number))[1] for number in (layer, segment.filter))
+    return tuple(source - chosen_by.start for source in segment.heads[layer][kv])

@@ -349,7 +349,6 @@ def apply(
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
     page = page_bytes(model.device)
     sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking, evicting, page, float8)
-    check_evicting(frozenset(evicting), sizes.permitted.layers)
     program, paging = sizes.program, Paging.of(model, sizes)
     if pays is None and can_capture(model.device, choice.name):
         pays = measured_rule(executed, program, info, model, choice.name, float8)
@@ -395,14 +394,6 @@ def check_type(kind: type | UnionType, expected: str, **arguments: object) -> No
     for name, value in arguments.items():
         if not isinstance(value, kind):
             raise UsageError(f"expected {name} to be {expected}, found {value!r:.80}")
-
-
-def check_evicting(evicting: frozenset[int], in_host_memory: frozenset[int]) -> None:
-    if both := evicting & in_host_memory:
-        raise UsageError(
-            f"expected layers in host memory that evict nothing, found {format_ids(both)}, of which the plan's "
-            "kv_cache evicts tokens; name other layers, or run without kv_host_layers"
-        )
 
 
 def check_handed_over(program: Program) -> None:

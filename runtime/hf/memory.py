@@ -177,7 +177,7 @@ class MemoryModel:
         """The layers in host memory; with `auto`, those that may go there: none on a CPU, where nothing is won."""
         mode = "never" if self.mode == "auto" and self.on_cpu else self.mode
         info = self.size.info
-        return place_layers(self.decode, info.layers, self.host_layers, mode, info.sharing)
+        return place_layers(self.decode, info.layers, self.host_layers, mode, info.sharing | self.evicting.keys())
 
     def place(self, request: Request, available: Available) -> Placement:
         """The layers in host memory for this request: with `auto` as few as it takes to fit the device, those first of

@@ -56,7 +56,7 @@ def place_layers(
     count: int,
     asked: int | Sequence[int] | None,
     mode: OffloadMode = "always",
-    sharing: frozenset[int] = frozenset(),
+    staying: frozenset[int] = frozenset(),
 ) -> Placement:
     """Where the keys and values of a model go, as far as that does not depend on a length.
 
@@ -65,7 +65,7 @@ def place_layers(
             Of a number, layers that the plan offloads come first, then those whose decode is sparse at the longest
             contexts (they read only chosen tokens back), then others; among each, the last ones.
         mode: what is made of the plan's permission; with "auto", the layers are those that may go.
-        sharing: layers that share keys and values with others, which stay on the device.
+        staying: layers that stay on the device, as they share keys and values with others or evict tokens.
     """
     offload = decode.offload if decode else None
     hot = offload.hot if offload else _HOT
@@ -76,22 +76,21 @@ def place_layers(
     if any(type(number) is not int for number in numbers):  # True is none either
         raise UsageError(f"expected kv_host_layers to be a number of layers, or several of them, found {asked!r:.40}")
     if isinstance(asked, int):
-        if not 0 <= asked <= count - len(sharing):
-            raise UsageError(
-                f"expected 0 to {count - len(sharing)} layers in host memory{_why(sharing)}, found {asked}"
-            )
+        most = count - len(staying)
+        if not 0 <= asked <= most:
+            raise UsageError(f"expected 0 to {most} layers in host memory{_without(staying)}, found {asked}")
         first = set(offload.layers if offload else ())
         sparse = decode.follower_layers if decode else ()
-        ranked = sorted({*range(count)} - sharing, key=lambda layer: (layer not in first, layer not in sparse, -layer))
+        ranked = sorted({*range(count)} - staying, key=lambda layer: (layer not in first, layer not in sparse, -layer))
         return Placement(frozenset(ranked[:asked]), hot)
-    unknown = {layer for layer in asked if not 0 <= layer < count or layer in sharing}
-    if unknown:
-        raise UsageError(f"expected layers of 0-{count - 1} in host memory{_why(sharing)}, found {format_ids(unknown)}")
+    if others := {*asked}.difference({*range(count)} - staying):
+        expected = f"layers of 0-{count - 1} in host memory{_without(staying)}"
+        raise UsageError(f"expected {expected}, found {format_ids(others)}")
     return Placement(frozenset(asked), hot)
 
 
-def _why(sharing: frozenset[int]) -> str:
-    return f" (not {format_ids(sharing)}, which share keys and values)" if sharing else ""
+def _without(staying: frozenset[int]) -> str:
+    return f" (not {format_ids(staying)}, which share keys and values or evict tokens)" if staying else ""
 
 
 def spill_order(decode: DecodePlan | None, length: int) -> tuple[int, ...]:

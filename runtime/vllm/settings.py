@@ -239,6 +239,7 @@ def host_of(facts: EngineFacts, plan: Plan, options: EngineOptions) -> Host:
     """An engine as a host of plans, with each of its settings that would run one wrongly, or that was not tested."""
     return Host(
         "vLLM", older_queries=False, windows=False, mixed_caches=False, drafts=bool(options.exact),
+        ranks=facts.tensor_parallel,
         obstacles=tuple(_obstacles(facts, plan, options)),
         way_out="Change these settings, make another plan, or run without one: --additional-config "
         '\'{"sparsekv": {"dense": true}}\'',
@@ -288,14 +289,11 @@ def _wrong(facts: EngineFacts, plan: Plan) -> dict[str, object]:
     """Everything that would run, and wrong."""
     evicts = f", where layers {format_ids(plan.evicting)} evict tokens" if plan.evicting else ""
     segments = segments_of(plan)
-    fewest = min(group.kv_heads for group in plan.model.attention)
     names, none = (
         ", ".join(connector.name for connector in facts.connectors),
         json.dumps(dict.fromkeys(facts.modalities, 0)),
     )
     return {
-        f"{facts.tensor_parallel} ranks that share {fewest} KV heads{evicts}: use --tensor-parallel-size {fewest} or "
-        "less": evicts and facts.tensor_parallel > fewest,
         **_parted(facts, segments),
         f"speculative decoding ({facts.speculative}){evicts or ' over pipeline stages'}: remove "
         "--speculative-config": facts.speculative is not None and (evicts or facts.stages),

@@ -15,7 +15,7 @@ OTHERS = {
     "--metadata",  # of lm-evaluation-harness  # of the hub's own command, and of vLLM's
     *("--include", "--create-pr"),
     *("--local-dir", "--additional-config", "--attention-backend", "--kv-cache-dtype", "--kv-transfer-config"),
-    *("--pipeline-parallel-size", "--speculative-config", "--tensor-parallel-size"),
+    *("--pipeline-parallel-size", "--speculative-config"),
     *("--max-num-batched-tokens", "--block-size", "--enable-dbo", "--disable-hybrid-kv-cache-manager"),
     *("--language-model-only", "--limit-mm-per-prompt", "--enable-mm-embeds", "--quantization"),
     *("--calculate-kv-scales", "--kv-sharing-fast-prefill", "--enable-eplb", "--enable-lora"),

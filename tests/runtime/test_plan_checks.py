@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from plans_samples import full_plan, model_info, small_plan
+from tiny_plans import decode_plan, segment
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup
@@ -17,6 +18,7 @@ SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64}
 FULL = AttentionGroup(layers=(1,), kind="full", **SHAPE)
 SLIDING = AttentionGroup(layers=(0,), kind="sliding", window=512, **SHAPE)
 LINEAR = AttentionGroup(layers=(0,), kind="linear", **SHAPE)
+BEHIND = AttentionGroup(layers=(1, 2), kind="full", **SHAPE)
 WIDE = AttentionGroup(layers=(0,), kind="full", heads=4, kv_heads=1, head_dim=64)
 RULE = Eviction(
     layers=(1,), keep=tokens(64), sink=4, recent=128, generated=8, score="attention_sum", observe=64, heads="max"
@@ -42,6 +44,13 @@ def looking_back() -> Plan:
     return plan.model_copy(update={"decode": plan.decode.model_copy(update={"lengths": lengths})})
 
 
+def choosing(heads: Any, kv_heads: int = 2) -> Plan:
+    """Filter layer 0, of so many KV heads, chooses for layers of two."""
+    groups = (AttentionGroup(layers=(0,), kind="full", heads=4, kv_heads=kv_heads, head_dim=64), BEHIND)
+    followers = tuple(heads) if isinstance(heads, dict) else (1, 2)
+    return plan_of(*groups, decode=decode_plan(segment(0, followers, 16, heads=heads)))
+
+
 REFUSED = {
     "choices by older queries": (looking_back(), {"older_queries": False}, "filter layers 2 that choose by more"),
     "sparse prefill in a sliding layer": (
@@ -59,8 +68,22 @@ REFUSED = {
         small_plan(kv_cache=(RULE,)), {"drafts": True}, "exact output where layers 1 evict",
     ),
     "drafts by recurrent layers": (plan_of(LINEAR, FULL), {"drafts": True}, "a recurrent state (0)"),
+    "heads that ranks cannot share": (small_plan(), {"ranks": 3}, "3 ranks for 4 query and 2 KV heads"),
+    "eviction by fewer KV heads than ranks": (
+        small_plan(decode=None, kv_cache=(RULE,)), {"ranks": 4}, "4 ranks that share 2 KV heads",
+    ),
+    "choices by fewer KV heads than ranks": (choosing("per_kv_head"), {"ranks": 4}, "choose by themselves"),
+    "a head map from rank to rank": (
+        choosing({1: (0, 1), 2: (0, 0)}), {"ranks": 2}, "2 ranks for segment 0 -> 1-2, in whose head maps",
+    ),
+    "a head map to wide layers": (choosing({1: (0, 1)}, kv_heads=4), {"ranks": 2}, "in whose head maps"),
     "its own settings": (small_plan(), {"obstacles": ("a setting: change it",)}, "a setting: change it"),
 }  # fmt: skip
+
+
+def test_ranks_that_share_no_choice_run_head_maps() -> None:
+    for plan in (choosing({1: (0, 1), 2: (0, 1)}), choosing({1: (1, 3)}, kv_heads=4), small_plan()):
+        refuse(plan, plan.model, Host(ranks=2))
 
 
 @pytest.mark.parametrize("case", REFUSED)

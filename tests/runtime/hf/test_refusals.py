@@ -161,15 +161,6 @@ def test_fields_that_nothing_executes_yet(model):
         apply(model, plan)
 
 
-SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
-
-
-def test_a_sliding_filter_layer():
-    model = tiny_model("qwen2", layer_types=["sliding_attention", "full_attention", "full_attention"], **SLIDING)
-    with pytest.raises(UnsupportedError, match="layer 0"):
-        apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 8))))
-
-
 def test_tensor_parallel_models(model):
     class Parallel(LlamaForCausalLM):
         tp_size = 2
