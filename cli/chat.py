@@ -16,6 +16,7 @@ from sparsekv.plans.phases import bucket_of, first_sparse
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_LENGTH, KVDtype, format_bytes
 from sparsekv.runtime.hf.apply import Handle, apply
+from sparsekv.runtime.hf.cache import attending
 from sparsekv.runtime.hf.describe import config_of, takes_one_piece
 from sparsekv.runtime.hf.generate import (
     Generation,
@@ -304,9 +305,19 @@ class Conversation:
             return Answer(said, 1.0, nbytes, 0, kv_dtype=own)
         stats = self.handle.stats()
         density = 1.0 if stats.prefill_density is None else stats.prefill_density
-        held, drafts = (stats.kv_bytes_device, stats.kv_bytes_host), (stats.tokens_drafted, stats.drafts_accepted)
+        drafts = (stats.tokens_drafted, stats.drafts_accepted)
         stored = own if self.session.kv_dtype == "auto" else self.session.kv_dtype
-        return Answer(said, density, *held, stats.decode_share, *drafts, kv_dtype=stored)
+        return Answer(said, density, *self._bytes_in_use(), stats.decode_share, *drafts, kv_dtype=stored)
+
+    def _bytes_in_use(self) -> tuple[int, int]:
+        """Bytes of cached tokens on the device and on the host, without the room for those to come."""
+        loaded, device, host = self.session.loaded, 0, 0
+        item = loaded.model.dtype.itemsize if self.session.kv_dtype == "auto" else 1
+        for layer in attending(self.cache):
+            group, store = loaded.info.group_of(layer.layer), layer.store
+            used = 2 * sum(store.cached) * group.kv_heads * group.head_dim * item
+            device, host = device + min(used, store.bytes.device), host + min(used, store.bytes.host)
+        return device, host
 
     def _prompt(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
         tokenizer, text = self.session.loaded.tokenizer, messages[-1]["content"]

@@ -29,6 +29,7 @@ from sparsekv.cli.plan_choice import best_of, candidates, described, device_call
 from sparsekv.planner.common_options import Device
 from sparsekv.planner.flags import Chunk, Count, Flag, Key, Length, OneLength, Size, Unread
 from sparsekv.plans.aliases import PLAN_NAME, resolve_model
+from sparsekv.plans.brief import next_command
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan, check_model
@@ -126,8 +127,11 @@ def _say_fitting(model: str, place: Path | None, device: str, as_json: bool) -> 
     best = best_of(fitted)
     if as_json:
         emit_json({"model": model, "plans": [candidate.facts | {"best": candidate is best} for candidate in fitted]})
-    for candidate in fitted if not as_json else ():
-        emit(f"{candidate.told()}: {candidate.fit}{'; the best' if candidate is best else ''}")
+    else:
+        for candidate in fitted:
+            emit(f"{candidate.told()}: {candidate.fit}{'; the best' if candidate is best else ''}")
+        if best is not None:
+            emit(f"next: {next_command(best.plan, str(best.path), model)}")
     if all(candidate.why_not for candidate in fitted):
         tell(f"no plan fits {model}; make one: sparsekv plan {model}")
         raise typer.Exit(FAILED)
@@ -155,6 +159,7 @@ def _say_machine(machine: Settings, as_json: bool) -> None:
         emit_json(report)
     else:
         emit("\n".join(f"{name:<14} {value}".rstrip() for name, value in _rows(report)))
+        emit("\nnext: sparsekv plan MODEL -o plan.yaml")
 
 
 def _version(package: str) -> str | None:

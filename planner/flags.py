@@ -184,6 +184,7 @@ class Options(BaseModel):
         if first["type"] == "value_error":
             return f"{cls.flag_of(name)}: {first['ctx']['error']}"
         expected, found = first["msg"].replace("Input should be", "expected"), first["input"]
+        expected = "expected one or more" if first["type"] == "too_short" else expected
         meant = did_you_mean(str(found), re.findall("'([^']*)'", expected)) if first["type"] == "literal_error" else ""
         return f"{cls.flag_of(name)}: {expected}, found {found!r:.60}{meant}"
 

@@ -9,6 +9,7 @@ prompts (verify_cells.py).
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -139,11 +140,20 @@ def verify(
     samples.check_fit(source)
     digest = held_out.digest if held_out else digest_of_prompts(prompts) if prompts else None
     file = outcomes_file(_settings(loaded, plan, options, samples, run, digest), run.path)
+    progress, counts = progress or Progress(), _prompts(samples, sizes)
+    whole = sum(2 * prefill_work(length) * count for length, count in counts.items())
+    done = sum(2 * prefill_work(cell.length) * len(cell.dense) for cell in file.all(CellOutcomes).values())
+    lengths = " to ".join(dict.fromkeys((format_length(min(counts)), format_length(max(counts)))))
+    progress.say(
+        f"test resumed: {min(1.0, done / whole):.0%} of it was measured by an interrupted run"
+        if done
+        else f"test of about {sum(counts.values())} prompts of {lengths} tokens, each dense and by the plan"
+    )
     text = _LONG_TEXT if plan.evicting else _TEXT
     modes = modes_of(plan, options, loaded.model.dtype)
     with (
         opened(loaded, modes, batch=samples.batch, chunk=samples.prefill_chunk, text=text) as evaluator,
-        (progress or Progress()).stage("evaluate", _work(samples, sizes)) as step,
+        progress.stage("evaluate", max(whole - done, 0.0)) as step,
     ):
         Cells(evaluator, samples, source, sizes, file, step, bool(plan.evicting)).run()
     return _verdict(plan, run, file, samples, chosen)
@@ -170,14 +180,13 @@ def _samples(
     return samples, options.verify_chosen
 
 
-def _work(samples: EvalSamples, sizes: Sizes) -> float | None:
-    """The units of all prompts, about, where dense answers all of them."""
+def _prompts(samples: EvalSamples, sizes: Sizes) -> dict[int, int]:
+    """About how many prompts of each length run, where dense answers all of them."""
     if isinstance(samples, GivenSamples):
-        return 2 * sum(prefill_work(length) * len(prompts) for length, prompts in samples.given.items())
-    cells = len(samples.tasks) * len(samples.lengths)
-    short = max(sizes.answered, sizes.judged / cells)
-    counts = ((length, short if length <= LONG else sizes.long_prompts) for length in samples.lengths)
-    return 2 * len(samples.tasks) * sum(prefill_work(length) * count for length, count in counts)
+        return {length: len(prompts) for length, prompts in samples.given.items()}
+    tasks = len(samples.tasks)
+    short = max(sizes.answered, math.ceil(sizes.judged / (tasks * len(samples.lengths))))
+    return {length: tasks * (short if length <= LONG else sizes.long_prompts) for length in samples.lengths}
 
 
 def _settings(

@@ -14,9 +14,7 @@ from sparsekv.plans.quality import HURT_BY_EVICTION, quality_sentence, right_sha
 from sparsekv.plans.schema import Plan, WholeStep
 from sparsekv.plans.types import and_listed, columns, format_length
 
-LENGTH_HEADER = ("length", "prefill computes", "gains", "decode computes", "gains", "loses, nats")
 WIDTH = 100  # columns of text for people
-_MOST = 5  # lengths of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +62,22 @@ def decode_share(plan: Plan, length: int) -> PhaseShare:
     return PhaseShare(sum(read) / (len(layers) * length), gain)
 
 
+def length_header(plan: Plan) -> tuple[str, ...]:
+    """The columns of `length_rows`; gains that were priced on another device than the plan was made on name it."""
+    is_here = plan.cost is None or plan.cost.device in (target.device for target in plan.targets)
+    gains = "gains" if plan.cost is None or is_here else f"gains on {plan.cost.device}"
+    return "length", "prefill computes", gains, "decode computes", gains, "loses, nats"
+
+
 def length_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """The cells of LENGTH_HEADER, a row a length, ascending. Dense lengths below the first sparse one share a row."""
+    """The cells below `length_header`, a row a length. Dense lengths below the first sparse one share a row."""
     lengths = _lengths(plan)
     shares = {length: (prefill_share(plan, length), decode_share(plan, length)) for length in lengths}
     sparse = [length for length in lengths if shares[length] != (PhaseShare(), PhaseShare())]
     dense = [length for length in lengths if not sparse or length < sparse[0]]
     rows = [(f"to {format_length(dense[-1])}", *_cells(shares[dense[-1]]), "")] if dense else []
-    shown = [length for length in lengths if length not in dense][-_MOST + len(rows) :]
-    return rows + [(format_length(length), *_cells(shares[length]), _loss(plan, length)) for length in shown]
+    others = [length for length in lengths if length not in dense]
+    return rows + [(format_length(length), *_cells(shares[length]), _loss(plan, length)) for length in others]
 
 
 def _lengths(plan: Plan) -> list[int]:
@@ -149,7 +154,8 @@ def verdict(plan: Plan, file: str, *, model: str = "") -> tuple[str, ...]:
     """Lines of text: the status, each length, who chooses or what is evicted, the test in a sentence, and the next
     command.
     """
-    table = columns([LENGTH_HEADER, *length_rows(plan)], right=range(len(LENGTH_HEADER))).splitlines()
+    header = length_header(plan)
+    table = columns([header, *length_rows(plan)], right=range(len(header))).splitlines()
     return (f"{file}: {plan.status_text}", *table, *sentences(plan, file, model))
 
 

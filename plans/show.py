@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sparsekv.plans.brief import LENGTH_HEADER, exact_line, length_rows, percent
+from sparsekv.plans.brief import exact_line, length_header, length_rows, percent
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern
 from sparsekv.plans.phases import (
@@ -352,7 +352,8 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence
 def verdict_markdown(plan: Plan, lines: Iterable[str]) -> str:
     """The table of lengths, and lines below it, as Markdown."""
     listed = "\n".join(f"- {cell(line)}" for line in lines)
-    return f"{table(LENGTH_HEADER, length_rows(plan), [True] * len(LENGTH_HEADER))}\n\n{listed}"
+    header = length_header(plan)
+    return f"{table(header, length_rows(plan), [True] * len(header))}\n\n{listed}"
 
 
 def markdown(parts: Iterable[RenderableType]) -> str:

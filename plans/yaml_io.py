@@ -270,15 +270,17 @@ def _message(detail: ErrorDetails) -> str:
 
 
 def _suggestion(name: str) -> str:
-    known = set(_field_names(Part))
+    known = set(_plan_fields(Part))
     if name in known:
         return "; that field belongs to another record"
     near = next(iter(get_close_matches(name, sorted(known), n=1)), None)
     return f"; did you mean `{near}`?" if near else "; only `extensions` may hold fields of your own"
 
 
-def _field_names(part: type[Part]) -> Iterator[str]:
-    return chain.from_iterable((*child.model_fields, *_field_names(child)) for child in part.__subclasses__())
+def _plan_fields(part: type[Part]) -> Iterator[str]:
+    plans = Part.__module__.rpartition(".")[0]  # other packages have records of their own, in whatever is loaded
+    parts = (child for child in part.__subclasses__() if child.__module__.startswith(f"{plans}."))
+    return chain.from_iterable((*child.model_fields, *_plan_fields(child)) for child in parts)
 
 
 def _joined(details: Sequence[ErrorDetails]) -> str:

@@ -41,6 +41,7 @@ def test_doctor_names_the_backend_and_why_not_the_others(sparsekv, monkeypatch):
     text = sparsekv("doctor", "--device", "cpu").out
     assert "not triton: " in text
     assert "host memory" in text
+    assert text.endswith("\nnext: sparsekv plan MODEL -o plan.yaml\n")
     assert data["host"]["available_bytes"] is None or data["host"]["available_bytes"] > 0
     monkeypatch.setenv("SPARSEKV_BACKEND", "triton")
     assert sparsekv("doctor", "--device", "cpu").code == 2

@@ -44,7 +44,8 @@ def plans(tmp_path: Path) -> Path:
 def test_doctor_says_which_plans_fit_a_model(sparsekv, model, plans):
     done = sparsekv("doctor", model, "--plan", plans, "--device", "cpu")
     assert done.code == 0, done.err
-    lines = done.out.splitlines()
+    *lines, following = done.out.splitlines()
+    assert following == f"next: sparsekv verify {model} --plan {plans / 'c.yml'} --write"
     assert [Path(line.split(" (")[0]).name for line in lines] == ["a.yaml", "b.sparsekv.yaml", "c.yml"]
     assert "does not fit, of another model: " in lines[0]
     assert lines[1].endswith(": fits")

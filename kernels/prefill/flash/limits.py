@@ -65,7 +65,7 @@ def device_obstacle(device: torch.device) -> str | None:
     if major > 11:
         return f"flash-attn-4 has no block lists on compute capability {major}.{minor}"
     if not _installed(package().module):
-        return f"the package flash-attn-4 is not installed ({install_command('flash')})"
+        return f"the package flash-attn-4 was not installed when this process started ({install_command('flash')})"
     return None
 
 
