@@ -78,7 +78,7 @@ def measure_curves(
 
 def _point(point: CurveMode, result: EvalResult) -> CurvePoint:
     agreement = result.agreement
-    density = result.prefill_density if point.phase == "prefill" else result.decode_share
+    density = result.spent.density if point.phase == "prefill" else result.spent.read
     solved = [task.answers for task in result.tasks.values() if task.is_accuracy and _is_solved(task.answers[0])]
     dense, sparse = ([right for answers in solved for right in answers[side]] for side in (0, 1))
     return CurvePoint(

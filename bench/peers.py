@@ -314,7 +314,7 @@ class _Length:
         bench = self.bench
         asked = EvalSamples(bench.tasks, (self.length,), bench.samples, 1, bench.seed)
         result = evaluate(loaded, {name: mode}, asked)[name][0]
-        found: dict[str, Any] = {"density": min(1.0, result.prefill_density), "kl": result.agreement.kl}
+        found: dict[str, Any] = {"density": min(1.0, result.spent.density), "kl": result.agreement.kl}
         found |= {"kl_interval": result.agreement.kl_interval, "agreement": result.agreement.top1}
         if bench.ruler_samples:
             run_suite(loaded, {name: mode}, SuiteSamples((self.length,), bench.ruler_samples, 1, bench.seed), self.file)

@@ -224,11 +224,9 @@ def _check_same_weights(plan: Plan, model: ModelInfo) -> None:
     """A plan's quality is of the weights that it was made for."""
     planned = plan.model.fingerprint.weights
     if planned is None or planned != model.fingerprint.weights:
-        is_older = plan.model.fingerprint.weights_difference(model.fingerprint) == "older kind"
-        part = "a newer weights fingerprint, which says nothing about the older one of the plan"
         raise UsageError(
             f"expected the model that the plan was made for beside --write, found another one ({model.id}, with "
-            f"{part if is_older else OTHER_WEIGHTS}); leave --write out, or plan this model"
+            f"{OTHER_WEIGHTS}); leave --write out, or plan this model"
         )
 
 

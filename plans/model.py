@@ -78,18 +78,16 @@ class Fingerprint(Part):
     architecture: Digest
     weights: Digest | None = None
 
-    def weights_difference(self, found: Fingerprint) -> Literal["unknown", "older kind", "other"] | None:
+    def weights_difference(self, found: Fingerprint) -> Literal["unknown", "other"] | None:
         """The difference to other weights; None where there is none, or `found` has no fingerprint of them."""
         if found.weights is None or self.weights == found.weights:
             return None
-        if self.weights is None:
-            return "unknown"
-        same_kind = self.weights.partition(":")[0] == found.weights.partition(":")[0]
-        return "other" if same_kind else "older kind"
+        kinds = {(weights or "").partition(":")[0] for weights in (self.weights, found.weights)}
+        return "other" if len(kinds) == 1 else "unknown"
 
 
 # Values that were rounded to float16 no longer tell what they would have been in bfloat16.
-OTHER_WEIGHTS = "other weights (a float32 checkpoint in float16 counts as such)"
+OTHER_WEIGHTS = "other weights, or a fingerprint of another kind (a float32 checkpoint in float16 counts as other)"
 
 
 def is_model_id(text: str) -> bool:

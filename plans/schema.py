@@ -294,10 +294,9 @@ def _why_unfit(plan: Plan, found: ModelInfo) -> str:
 def _weight_warnings(plan: Plan, found: ModelInfo) -> list[str]:
     difference = plan.model.fingerprint.weights_difference(found.fingerprint)
     told = {
-        "unknown": "this plan does not say which weights it was made for; its quality was not measured on these",
-        "older kind": (
-            "the weights fingerprint of this plan is of an older kind, which sampled query and key projections alone: "
-            "whether its quality was measured on these weights is not known; compile it again with `sparsekv plan`"
+        "unknown": (
+            "this plan does not say which weights it was made for, or by a fingerprint of another kind: whether its "
+            "quality was measured on these is not known; `sparsekv verify` measures it"
         ),
         "other": (
             f"{found.id} has other weights than the {plan.model.id} that this plan was made for (a fine-tune, another "

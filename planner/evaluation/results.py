@@ -174,16 +174,6 @@ class EvalResult:
         return cls((length,), results, sparse.spent)
 
     @property
-    def prefill_density(self) -> float:
-        """Computed tiles over causal tiles; 1 where prefill ran dense."""
-        return self.spent.density
-
-    @property
-    def decode_share(self) -> float:
-        """Tokens attended to over tokens cached, in decode; 1 where decode ran dense or not at all."""
-        return self.spent.read
-
-    @property
     def outcomes(self) -> tuple[Outcome, ...]:
         return pooled(self.tasks.values()).sparse
 

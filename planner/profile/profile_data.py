@@ -188,8 +188,7 @@ def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> 
     if not same_architecture(found.architecture, expected.architecture):
         other = "other architecture"
     elif weights and found.weights != expected.weights:
-        is_older = found.weights_difference(expected) == "older kind"
-        other = "a weights fingerprint of an older kind" if is_older else OTHER_WEIGHTS
+        other = OTHER_WEIGHTS
     else:
         return
     raise PlanMismatchError(

@@ -69,5 +69,5 @@ def test_the_plan_of_the_reference_model_stays_near_dense(results: dict[str, Eva
 
 
 def test_both_phases_of_the_plan_are_sparse(results: dict[str, EvalResult]) -> None:
-    assert results["prefill"].prefill_density <= 0.61
-    assert results["decode"].decode_share < 0.8
+    assert results["prefill"].spent.density <= 0.61
+    assert results["decode"].spent.read < 0.8
