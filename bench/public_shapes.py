@@ -132,7 +132,7 @@ _GPT_OSS_20B = _shape("gpt_oss", 150000.0, 24, 2880, 2880, 64, 8, 201088, 131072
     },
 }
 
-# By alias, see plans/aliases.py.
+# By alias, see plans/data/aliases.toml.
 PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": _llama(8192, 5e5),
     "llama3-8b-262k": _llama(262144, 283461213.0),
@@ -173,7 +173,7 @@ def config_of(name: str, source: ModelSource | None = None) -> tuple[Any, list[s
     try:
         return load_config(source), []
     except UsageError as error:
-        alias = next((alias.name for alias in ALIASES if name.lower() in (alias.name, alias.checkpoint.lower())), "")
+        alias = next((alias for alias, model in ALIASES.items() if name.lower() in (alias, model.lower())), "")
         if alias not in PUBLIC_SHAPES:
             error.add_note(f"Shapes known without a config: {', '.join(PUBLIC_SHAPES)}")
             raise

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 
 from sparsekv.plans.errors import UsageError, did_you_mean
 
@@ -14,14 +17,6 @@ PLAN_NAME = "sparsekv.yaml"
 SHIPPED = "tiny-retriever"
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
 _NO_TEXT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff]")  # cannot stand in a plan
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    name: str
-    checkpoint: str
-    model_type: str
-    context: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +37,10 @@ class ModelSource:
         return os.path.isdir(self.place)
 
 
-ALIASES = (
-    Alias(SHIPPED, SHIPPED, "llama", "32k"),  # ships with sparsekv
-    Alias("llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct", "llama", "8k"),
-    Alias("llama3-8b-262k", "gradientai/Llama-3-8B-Instruct-262k", "llama", "256k"),
-    Alias("llama3-8b-1m", "gradientai/Llama-3-8B-Instruct-Gradient-1048k", "llama", "1m"),
-    Alias("llama3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "llama", "128k"),
-    Alias("llama3.1-70b", "meta-llama/Llama-3.1-70B-Instruct", "llama", "128k"),
-    Alias("llama3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", "llama", "128k"),
-    Alias("yi-9b-200k", "01-ai/Yi-9B-200K", "llama", "200k"),  # a base model without a chat template
-    Alias("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", "mistral", "32k"),
-    Alias("qwen2-7b", "Qwen/Qwen2-7B-Instruct", "qwen2", "32k"),
-    Alias("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct", "qwen2", "32k"),
-    Alias("qwen2.5-7b-1m", "Qwen/Qwen2.5-7B-Instruct-1M", "qwen2", "1m"),
-    Alias("qwen2.5-14b-1m", "Qwen/Qwen2.5-14B-Instruct-1M", "qwen2", "1m"),
-    Alias("qwen3-8b", "Qwen/Qwen3-8B", "qwen3", "40k"),
-    Alias("qwen3-14b", "Qwen/Qwen3-14B", "qwen3", "40k"),
-    Alias("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", "qwen3_moe", "40k"),
-    Alias("qwen3-30b-a3b-2507", "Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3_moe", "256k"),
-    Alias("qwen3-235b-a22b-2507", "Qwen/Qwen3-235B-A22B-Instruct-2507", "qwen3_moe", "256k"),
-    Alias("qwen3.5-27b", "Qwen/Qwen3.5-27B", "qwen3_5_text", "256k"),  # the text decoder, as Gemma's below
-    Alias("gemma3-12b", "google/gemma-3-12b-it", "gemma3_text", "128k"),
-    Alias("gemma3-27b", "google/gemma-3-27b-it", "gemma3_text", "128k"),
-    Alias("gemma4-31b", "google/gemma-4-31B-it", "gemma4_text", "256k"),
-    Alias("gemma4-e4b", "google/gemma-4-E4B-it", "gemma4_text", "128k"),
-    Alias("olmo3-32b", "allenai/Olmo-3-32B-Think", "olmo3", "64k"),
-    Alias("glm4.5-air", "zai-org/GLM-4.5-Air", "glm4_moe", "128k"),
-    Alias("minimax-m2", "MiniMaxAI/MiniMax-M2", "minimax_m2", "192k"),
-    Alias("gpt-oss-20b", "openai/gpt-oss-20b", "gpt_oss", "128k"),
-    Alias("glm-4-9b-1m", "THUDM/glm-4-9b-chat-1m-hf", "glm", "1m"),
+ALIASES: Mapping[str, str] = MappingProxyType(
+    tomllib.loads((Path(__file__).parent / "data" / "aliases.toml").read_text())
 )
+"""The checkpoint of each alias."""
 
 
 def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
@@ -88,10 +57,9 @@ def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
         return ModelSource(_readable(gguf), is_gguf=True)
     if name.lower() == SHIPPED:
         return ModelSource(str(_shipped()))
-    checkpoint = next((alias.checkpoint for alias in ALIASES if alias.name == name.lower()), None)
-    if checkpoint is None:
+    if not is_alias(name):
         _refuse_path(name, path)
-    return ModelSource(checkpoint or name)
+    return ModelSource(ALIASES.get(name.lower(), name))
 
 
 def names_gguf(path: str | os.PathLike[str]) -> bool:
@@ -103,7 +71,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def is_alias(name: str) -> bool:
-    return any(alias.name == name.lower() for alias in ALIASES)
+    return name.lower() in ALIASES
 
 
 def without_plan(model: str, found: str) -> str:
@@ -172,10 +140,9 @@ def _shipped() -> Path:
 
 
 def _unknown(name: str) -> str:
-    names = [alias.name for alias in ALIASES]
-    meant = did_you_mean(name, names)
+    meant = did_you_mean(name, ALIASES)
     meant += "; a plan is named with --plan FILE" if name.endswith((".yaml", ".yml")) else ""
     return (
         f"expected a model folder, a hub id (organisation/name) or an alias, found {name!r:.80}{meant}\n"
-        f"Aliases: {', '.join(names)}"
+        f"Aliases: {', '.join(ALIASES)}"
     )

@@ -27,7 +27,7 @@ from sparsekv.runtime.hf.load import LoadedModel, load_model
 
 _MODELS = re.compile(
     r"MODEL|DIR|FOLDER|CHECKPOINT|NAME|qwen|smollm2|(Qwen|your-name|organisation)/.+|(\./)?(my-)?model(-FP8)?|"
-    + "|".join(re.escape(alias.name) for alias in ALIASES)
+    + "|".join(re.escape(alias) for alias in ALIASES)
 )
 # Each kind by the name of a file, or by the flag before it.
 _FILES = {
