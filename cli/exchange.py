@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +15,7 @@ from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_choice import described
 from sparsekv.cli.plan_files import check_new, check_replaceable, check_writable, default_plan
 from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_hub_id, resolve_model
-from sparsekv.plans.brief import brief, sentence
+from sparsekv.plans.brief import brief, next_command, sentence
 from sparsekv.plans.errors import PlanError, UsageError, did_you_mean, install_command
 from sparsekv.plans.files import MAX_BYTES as MOST_PLAN_BYTES
 from sparsekv.plans.files import load_plan, read_bytes, write_bytes, write_plan
@@ -70,8 +69,7 @@ def import_settings(
         emit_json({"path": str(out), "kind": tool, "model": plan.model.id, "notes": list(notes)})
         return
     emit(f"{out}: imported from {tool} for {plan.model.id}")
-    loaded = plan.model.id if _is_plan(model) else model
-    emit(f"next: sparsekv verify {shlex.quote(loaded)} --plan {shlex.quote(str(out))} --write")
+    emit(f"next: {next_command(plan, str(out), '' if _is_plan(model) else model)}")
     for note in notes:
         tell(note)
 

@@ -127,30 +127,20 @@ def handled_signals() -> tuple[signal.Signals, ...]:
 
 
 @contextmanager
-def ending_by_signals(again_after: float = 10.0) -> Iterator[None]:
+def ending_by_signals() -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP raise `Terminated` inside, and are ignored from its end on, so that what is said then
     is said whole. Those that were ignored before stay ignored.
 
     Signals shortly after the first are ignored too: `timeout` sends each one twice, and temporary files are being
-    removed. One that was swallowed on its way, as some imports and callbacks do, is raised again, once, after
-    `again_after` seconds, but never into the cleanup that it started. Whatever comes out of it, the first signal is
-    what is raised.
+    removed. Whatever comes out of it, the first signal is what is raised.
     """
     received: list[tuple[int, float]] = []
-    alarm: list[tuple[Any, tuple[float, float]]] = []  # handler and timer as they were before the first signal
 
     def end(number: int, frame: object) -> None:
         if received and time.monotonic() - received[-1][1] < _SAME:
             return
         received.append((number, time.monotonic()))
-        if not alarm:
-            alarm.append((signal.signal(signal.SIGALRM, again), signal.getitimer(signal.ITIMER_REAL)))
-        signal.setitimer(signal.ITIMER_REAL, again_after)
         raise Terminated(number)
-
-    def again(number: int, frame: object) -> None:
-        if not _is_unwinding(sys.exc_info()[1]):
-            raise Terminated(received[-1][0])
 
     handled = [number for number in handled_signals() if signal.getsignal(number) != signal.SIG_IGN]
     try:
@@ -167,17 +157,6 @@ def ending_by_signals(again_after: float = 10.0) -> Iterator[None]:
     finally:
         for number in handled:
             signal.signal(number, signal.SIG_IGN)
-        for handler, timer in alarm:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, *timer)
-
-
-def _is_unwinding(handled: BaseException | None) -> bool:
-    """True where the exception that is handled (in `finally`, `except`, at the end of a `with`) came of a signal."""
-    while handled is not None and not isinstance(handled, Terminated):
-        handled = handled.__context__
-    return handled is not None
 
 
 _READER_LEFT = 141  # as of other programs that write to `| head`, which SIGPIPE ends

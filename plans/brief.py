@@ -63,9 +63,9 @@ def decode_share(plan: Plan, length: int) -> PhaseShare:
 
 
 def length_header(plan: Plan) -> tuple[str, ...]:
-    """The columns of `length_rows`; gains that were priced on another device than the plan was made on name it."""
-    is_here = plan.cost is None or plan.cost.device in (target.device for target in plan.targets)
-    gains = "gains" if plan.cost is None or is_here else f"gains on {plan.cost.device}"
+    """The columns of `length_rows`. Gains that were priced on another device than the plan's name that one."""
+    here = {target.device for target in plan.targets}
+    gains = f"gains on {plan.cost.device}" if plan.cost and here and plan.cost.device not in here else "gains"
     return "length", "prefill computes", gains, "decode computes", gains, "loses, nats"
 
 
