@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import chain
 from typing import Any
@@ -151,7 +151,7 @@ class TaskResult:
     def _perplexities(self) -> tuple[float, float, Interval | None]:
         before, after = ([outcome.nll for outcome in side] for side in (self.dense, self.sparse))
         dense, sparse = (math.exp(min(700.0, float(np.mean(nll)))) for nll in (before, after))
-        moved = mean_interval(before, after)
+        moved = bootstrap_interval(np.subtract(after, before).tolist())
         return dense, sparse, moved and (dense * math.expm1(moved[0]), dense * math.expm1(moved[1]))
 
 
@@ -259,30 +259,14 @@ def _wilson(share: float, count: float) -> Interval:
     return max(0.0, centre - spread), min(1.0, centre + spread)
 
 
-def mean_interval(dense: Sequence[float], sparse: Sequence[float]) -> Interval | None:
-    """The 95% interval of the mean of paired differences, sparse - dense (Student's t); None of fewer than two."""
-    from scipy.stats import ttest_1samp
-
-    return _of_mean(
-        np.asarray(sparse, float) - dense, lambda values: ttest_1samp(values, 0.0).confidence_interval(LEVEL)
-    )
-
-
 def bootstrap_interval(values: Sequence[float]) -> Interval | None:
     """The 95% interval of a mean of skewed values (percentile bootstrap over samples); None of fewer than two."""
     from scipy.stats import bootstrap
 
-    def resampled(values: np.ndarray) -> Any:
-        how: dict[str, Any] = {"n_resamples": _RESAMPLES, "batch": 256, "method": "percentile"}
-        return bootstrap((values,), np.mean, random_state=np.random.default_rng(0), **how).confidence_interval
-
-    return _of_mean(np.asarray(values, float), resampled)
-
-
-def _of_mean(values: np.ndarray, interval: Callable[[np.ndarray], Any]) -> Interval | None:
     if len(values) < 2:
         return None
     if float(np.ptp(values)) == 0.0:
-        return (mean := float(values.mean())), mean
-    bounds = interval(values)
+        return (mean := float(np.mean(values))), mean
+    how: dict[str, Any] = {"n_resamples": _RESAMPLES, "batch": 256, "method": "percentile"}
+    bounds = bootstrap((values,), np.mean, random_state=np.random.default_rng(0), **how).confidence_interval
     return float(bounds.low), float(bounds.high)
