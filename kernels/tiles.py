@@ -107,6 +107,8 @@ class AnyChunk(Chunk):
     most_sampled: int = MOST_SAMPLED
     is_fixed: ClassVar[bool] = False
 
+    __eq__, __hash__ = object.__eq__, object.__hash__  # what it stands for changes
+
     def on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         return self.numbers
 

@@ -216,6 +216,8 @@ def _build_part(group: FamilyHeads, call: IndexCall, on_gpu: bool) -> HeadIndex 
         if module.takes(group, call):
             prepared: HeadIndex | PreparedIndex = module.prepare(group, call)
             return prepared
+    if group.kind is not Dense and not call.layout.chunk.is_fixed:
+        raise BackendError("expected heads whose index Triton builds in a captured call, which torch would build once")
     return builder.torch(group, call)
 
 

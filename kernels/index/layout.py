@@ -29,6 +29,11 @@ class FamilyHeads:
     unique: tuple[Any, ...]  # the different ones among them
     own: tuple[int, ...]  # h: which of `unique` is the head's
 
+    @property
+    def named(self) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """Compared by value."""
+        return self.heads, self.patterns
+
     @classmethod
     def of(cls, patterns: Sequence[Pattern], heads: Sequence[int]) -> FamilyHeads:
         numbers = {pattern: number for number, pattern in enumerate(dict.fromkeys(patterns))}

@@ -11,11 +11,11 @@ import torch
 
 from sparsekv.kernels.backends import Fallback, dense_by_flash, dense_by_triton, dense_prefill, prefill_attention
 from sparsekv.kernels.index.build import BuilderName, build_index
-from sparsekv.kernels.keys import PLAIN, KeyView, Softmax
+from sparsekv.kernels.keys import PLAIN, KeyView
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.tiles import Chunk, TileIndex, spent_tiles
 from sparsekv.plans.errors import ShapeError
-from sparsekv.plans.patterns import Dense, Pattern, TileShape
+from sparsekv.plans.patterns import Dense
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.stats import Meter
 
@@ -80,29 +80,20 @@ def _attend(
         meter.add_dense_prefill(causal)
         return _attend_dense(layer, q_BHSD, k_BGKD, v_BGKD, chunk, scale, fallback)
     patterns = patterns or (Dense(),) * layer.heads  # dense kernels know no other softmax
-    out_BHSD, spent_BH = attend_patterns(
-        patterns, q_BHSD, k_BGKD, v_BGKD, chunk, layer.tile, scale, fallback, window, keys.softmax
+    build = partial(
+        build_index, patterns, q_BHSD, k_BGKD, chunk, layer.tile, scale=scale, window=window, cap=keys.softmax.cap
     )
-    meter.add_sparse_prefill(spent_BH, causal)
-    return out_BHSD
-
-
-def attend_patterns(
-    patterns: tuple[Pattern, ...], q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk,
-    tile: TileShape, scale: float, fallback: Fallback, window: int | None = None, softmax: Softmax = PLAIN,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of a chunk by one pattern a query head, and the tiles that each head computes, float64 [B, H]."""
-    build = partial(build_index, patterns, q_BHSD, k_BGKD, chunk, tile, scale=scale, window=window, cap=softmax.cap)
 
     def build_and_count(builder: BuilderName) -> tuple[TileIndex, torch.Tensor]:
         index = build(builder=builder)
         return index, spent_tiles(index, chunk, window, by_torch=builder == "torch")
 
     index, spent_BH = fallback.build(build_and_count, q_BHSD.device)
+    meter.add_sparse_prefill(spent_BH, causal)
     attend = partial(
-        prefill_attention, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, softmax=softmax
+        prefill_attention, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, softmax=keys.softmax
     )
-    return fallback.run(lambda backend: attend(backend=backend), q_BHSD, tile).out_BHSD, spent_BH
+    return fallback.run(lambda backend: attend(backend=backend), q_BHSD, layer.tile).out_BHSD
 
 
 def _attend_dense(

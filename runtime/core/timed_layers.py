@@ -248,8 +248,8 @@ class TimedLayers(ABC):
         own = slice(first, first + layer.heads)
         least = mandatory_density(length, layer.tile, "vertical_slash")
         here = mandatory_density(chunk.longest, layer.tile, "vertical_slash", chunk.past[0])
-        tiles = [here + max(0.0, share - least) for share in every[0].tiles[own]]
-        return list(zip(tiles, every[0].columns[own], strict=True))
+        counted = zip(every[0].tiles[own], every[0].columns[own], strict=True)
+        return [(min(1.0 - columns, here + max(0.0, tiles - least)), columns) for tiles, columns in counted]
 
     def hinted_gain(self, rows: int, length: int) -> float:
         """Stands in for a gain where random keys never reach the share of calibration prompts."""

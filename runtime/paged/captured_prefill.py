@@ -2,8 +2,7 @@
 takes longer than the GPU needs for a small model, or for a short turn behind a long past.
 
 A graph serves every chunk up to a size: it was captured for the largest one (`AnyChunk`), and reads past, length, pages
-and budgets where `begin` puts them once a chunk. A layer is captured at the second chunk of a size, and recorded by the
-launches of the first.
+and budgets where they are put once a chunk. The first chunk of a size is launched, the second captured in each layer.
 
 Shapes: T rows of a chunk, H query heads, G KV heads, D head size, N pages in memory, S tokens of a page, P pages of a
 request, h vertical-slash heads of a layer.
@@ -11,6 +10,7 @@ request, h vertical-slash heads of a layer.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from sparsekv.kernels.backends import Fallback, summary
+from sparsekv.kernels.backends import BackendWarning, Fallback, prefill_attention, summary
 from sparsekv.kernels.device_cache import holding
-from sparsekv.kernels.index.build import builds_by_triton, groups_of
+from sparsekv.kernels.index.build import build_index, builds_by_triton, groups_of
 from sparsekv.kernels.index.layout import FamilyHeads, IndexLayout
 from sparsekv.kernels.keys import FLOAT8, Scales, Softmax
-from sparsekv.kernels.tiles import LEAST_SAMPLED, AnyChunk, Chunk
+from sparsekv.kernels.tiles import LEAST_SAMPLED, AnyChunk, Chunk, spent_tiles
+from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import Dense, Pattern, VerticalSlash
-from sparsekv.runtime.core.prefill import attend_patterns
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.stats import Meter
 
@@ -37,9 +37,12 @@ _SMALLEST = 1024  # rows and keys of a graph at least
 _TILE = 128
 _ALIGNED = 4  # int32 numbers of 16 bytes
 _SPARE = 1 << 30  # bytes of the device that graphs leave alone
+_BACKENDS = ("flash", "triton")
 _MOST_PREPARED = 64  # chunks of a step
 
 Pages = tuple[torch.Tensor, torch.Tensor]
+Heads = tuple[tuple[int, ...], tuple[Any, ...]]
+"""Heads of one family, and their patterns."""
 Views = Callable[[tuple[int, int, int], torch.dtype], Pages]
 
 
@@ -50,22 +53,22 @@ class Budgets:
     share_3h: torch.Tensor  # float64: columns, slashes, tokens of a row's tiles; 0 where tokens are given
     tokens_3h: torch.Tensor  # float64
     sampled_h: torch.Tensor  # int64
-    at: Mapping[FamilyHeads, slice]
+    at: Mapping[Heads, slice]
 
     @classmethod
     def of(cls, groups: Sequence[FamilyHeads]) -> Budgets:
-        at, end = {}, 0
+        at, end = dict[Heads, slice](), 0
         for group in groups:
-            at[group] = slice(end, end + len(group.heads))
+            at[group.named] = slice(end, end + len(group.heads))
             end += -(-len(group.heads) // _ALIGNED) * _ALIGNED
         share_3h, tokens_3h = torch.zeros(2, 3, end, dtype=torch.float64, device="cpu")
         sampled_h = torch.zeros(end, dtype=torch.int64, device="cpu")
         host_numbers = partial(torch.tensor, dtype=torch.float64, device="cpu")
-        for group, own in at.items():
-            given = [(pattern.vertical, pattern.slash, pattern.max_tiles) for pattern in group.patterns]
+        for (_, patterns), own in at.items():
+            given = [(pattern.vertical, pattern.slash, pattern.max_tiles) for pattern in patterns]
             share_3h[:, own] = host_numbers([[x.fraction or 0.0 for x in row] for row in given]).T
             tokens_3h[:, own] = host_numbers([[x.tokens or 0 for x in row] for row in given]).T
-            sampled_h[own] = host_numbers([pattern.last_q for pattern in group.patterns]).long()
+            sampled_h[own] = host_numbers([pattern.last_q for pattern in patterns]).long()
         return cls(share_3h, tokens_3h, sampled_h, at)
 
     @property
@@ -109,6 +112,7 @@ class CapturedPrefill:
 
     Args:
         layers: those that prefill sparse, which `takes` accepts.
+        fallback: the backend that launches run by; a graph keeps the one that it was captured by.
         views: gives memory for keys and values of a shape, the same for all layers: `memory_of(longest)` tokens.
         rows: of a chunk at most.
         longest: tokens of a request at most.
@@ -116,10 +120,10 @@ class CapturedPrefill:
     """
 
     def __init__(
-        self, layers: Sequence[LayerProgram], backend: str, views: Views, head_dim: int, rows: int, longest: int,
+        self, layers: Sequence[LayerProgram], fallback: Fallback, views: Views, head_dim: int, rows: int, longest: int,
         page: int, dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        self._fallback, self._views, self._device, first = Fallback(backend), views, device, layers[0]
+        self._fallback, self._views, self._device, first = fallback, views, device, layers[0]
         self._tile, self._dtype, self._most_keys = first.tile, dtype, memory_of(longest)
         self._rows = min(_rounded(rows), MOST_NUMBERS // (first.heads * head_dim), self._most_keys) // _TILE * _TILE
         self._layout = IndexLayout(
@@ -142,15 +146,23 @@ class CapturedPrefill:
         self._held: dict[object, object] = {}
         self._pool: Any = None  # of memory that all graphs use in turn
         self._stream: Any = None
-        self.failed = ""  # the reason why nothing is captured any more
+        self.failed = ""  # the reason why no more is captured
 
     @staticmethod
-    def takes(layers: Sequence[LayerProgram], device: torch.device, head_dim: int) -> bool:
+    def takes(layers: Sequence[LayerProgram], device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         """Returns whether layers of a plan can be captured: alike, without windows, of patterns whose indices Triton
         kernels build from numbers on the device; and gain by it, as some chunk has few enough numbers."""
-        kinds = {type(pattern) for layer in layers for row in layer.patterns for pattern in row}
+        every = {pattern for layer in layers for row in layer.patterns for pattern in row}
+        kinds = set(map(type, every))
+        sampled = max((pattern.last_q for pattern in every if isinstance(pattern, VerticalSlash)), default=0)
+        if not builds_by_triton(device) or dtype not in (torch.float16, torch.bfloat16):
+            return False
+        from sparsekv.kernels.index.triton.sizes import LARGEST_HEAD, LARGEST_SAMPLE  # it loads Triton
+
+        if head_dim > LARGEST_HEAD or sampled > LARGEST_SAMPLE:
+            return False
         alike = {(layer.tile, layer.heads, layer.kv_heads, layer.window) for layer in layers}
-        if not builds_by_triton(device) or len(alike) != 1 or not kinds <= {VerticalSlash, Dense}:
+        if len(alike) != 1 or not kinds <= {VerticalSlash, Dense}:
             return False
         ((_, heads, _, window),) = alike
         return window is None and heads * head_dim * _SMALLEST <= MOST_NUMBERS
@@ -160,7 +172,7 @@ class CapturedPrefill:
     ) -> None:
         """Compiles what graphs launch, for every number of sampled queries, by a chunk without tokens."""
         if pages[0].shape[2] * len(self._table_P) < self._most_keys:
-            self.failed = f"pages of {pages[0].shape[2]} tokens"
+            self._stop(f"pages of {pages[0].shape[2]} tokens")
             return
         rows = min(_SMALLEST, self._rows)
         keys = min(rows + _TILE - 1, self._most_keys)
@@ -169,11 +181,15 @@ class CapturedPrefill:
             try:
                 self._compute(patterns, self._any_chunk(rows, keys, sampled), pages, scale, softmax, scales)
             except Exception as error:  # the engine runs without graphs
-                self.failed = summary(error)
+                self._stop(summary(error))
                 return
 
     def takes_rows(self, rows: int) -> bool:
-        return not self.failed and _TILE <= rows <= self._rows
+        return _TILE <= rows <= self._rows
+
+    def _stop(self, reason: str) -> None:
+        self.failed = reason
+        warnings.warn(f"sparse chunks that are no graphs yet are launched: {reason}", BackendWarning, stacklevel=3)
 
     def attend(
         self, name: object, layer: LayerProgram, q_THD: torch.Tensor, pages: Pages, table_P: torch.Tensor, chunk: Chunk,
@@ -202,7 +218,7 @@ class CapturedPrefill:
         key = (layer.layer, id(patterns), id(size), pages[0].data_ptr(), id(softmax), scale)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._capture(patterns, size.chunk, pages, scale, softmax, scales)
+            graph = None if self.failed else self._capture(patterns, size.chunk, pages, scale, softmax, scales)
             if graph is None:
                 return None
             self._graphs[key] = graph
@@ -237,7 +253,7 @@ class CapturedPrefill:
 
     def _any_chunk(self, rows: int, keys: int, sampled: int) -> AnyChunk:
         past_1, length_1 = self._numbers[:1], self._numbers[_ALIGNED : _ALIGNED + 1]
-        budgets = {group: self._budgets_4h[:, own] for group, own in self._budgets.at.items()}
+        budgets = {heads: self._budgets_4h[:, own] for heads, own in self._budgets.at.items()}
         return AnyChunk((keys - rows,), (keys,), (past_1, length_1), budgets, sampled)
 
     def _capture(
@@ -245,7 +261,7 @@ class CapturedPrefill:
         scales: Scales | None,
     ) -> _Graph | None:  # fmt: skip
         if torch.cuda.mem_get_info(self._device)[0] < _SPARE:
-            self.failed = "no memory is left for graphs"
+            self._stop("no memory is left for graphs")
             return None
         if self._stream is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
@@ -261,9 +277,10 @@ class CapturedPrefill:
                 finally:
                     graph.capture_end()
             except Exception as error:  # the launches still work, or fail with an error of their own
-                self.failed = summary(error)
+                self._stop(summary(error))
                 return None
-        current.wait_stream(self._stream)
+            finally:
+                current.wait_stream(self._stream)
         return _Graph(graph, spent_BH, patterns)
 
     def _compute(
@@ -279,11 +296,17 @@ class CapturedPrefill:
             by, pages = (scales.k_G, scales.v_G), (pages[0].view(FLOAT8), pages[1].view(FLOAT8))
         table_P = self._table_P[: -(-keys // pages[0].shape[2])]
         copy_pages(pages, table_P, (k_GKD, v_GKD), by, chunk.numbers[1])
-        out_1HTD, spent_BH = attend_patterns(
-            patterns, self._q_1HTD[:, :, :rows], k_GKD[None], v_GKD[None], chunk, self._tile, scale, self._fallback,
-            softmax=softmax,
-        )  # fmt: skip
-        self._out_1HTD[:, :, :rows].copy_(out_1HTD)
+        q_1HTD, k_1GKD, v_1GKD, backend = self._q_1HTD[:, :, :rows], k_GKD[None], v_GKD[None], self._fallback.backend
+        if backend not in _BACKENDS:
+            raise BackendError(
+                f"expected {' or '.join(_BACKENDS)}, found {backend}, which reads no numbers on the device"
+            )
+        index = build_index(patterns, q_1HTD, k_1GKD, chunk, self._tile, scale=scale, builder="triton")
+        spent_BH = spent_tiles(index, chunk)
+        attended = prefill_attention(
+            q_1HTD, k_1GKD, v_1GKD, index, chunk, scale=scale, softmax=softmax, backend=backend
+        )
+        self._out_1HTD[:, :, :rows].copy_(attended.out_BHSD)
         return spent_BH
 
 

@@ -48,7 +48,6 @@ class DecodeHost:
         scratch = torch.empty(room, dtype=torch.float32, device=device)
         self._state = DecodeState(program.segments, gather, scratch=scratch, carried=program.carried)
         self._lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._number_R = torch.arange(rows, dtype=torch.int32, device=device)
         self._request_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self._tally = self._state.budgets(torch.device("cpu")).tally if program.segments else self._longer
         self._dense_up_to = min(layer.role.dense_up_to for layer in program.sparse)
@@ -107,9 +106,10 @@ class DecodeHost:
 
     def _of_rows(self, lengths_B: torch.Tensor, ends_B: torch.Tensor) -> torch.Tensor:
         """The length of each row, 0 where its request has none, and behind the last one: graphs may have more rows."""
-        request_R = torch.searchsorted(ends_B, self._number_R, right=True, out=self._request_R)
+        number_R = torch.arange(len(self._lengths_R), dtype=torch.int32, device=ends_B.device)
+        request_R = torch.searchsorted(ends_B, number_R, right=True, out=self._request_R)
         request_R.clamp_(max=len(ends_B) - 1)
-        left_R = ends_B[request_R] - self._number_R
+        left_R = ends_B[request_R] - number_R
         return torch.mul(lengths_B[request_R] - left_R + 1, left_R > 0, out=self._lengths_R).clamp_(min=0)
 
     def warm_up(

@@ -44,6 +44,7 @@ class EngineModel:
     step: int  # most tokens that are computed at once
     rows: int  # most requests
     rank: Rank = field(default_factory=Rank)
+    graphs: bool = True  # whether anything may be captured
 
 
 class EngineHost(PlanHost):
@@ -88,9 +89,10 @@ def start_host(
     program = Program.of(plan.prefill, plan.decode, described, model.rank, plan.evicting)
     host = EngineHost(program, choice.name, scratch, model.longest, facts.drafted)
     sizes = {described.group_of(layer.layer).head_dim for layer in program.prefilling}
-    if len(sizes) == 1 and CapturedPrefill.takes(program.prefilling, model.device, size := sizes.pop()):
+    can = model.graphs and len(sizes) == 1
+    if can and CapturedPrefill.takes(program.prefilling, model.device, model.dtype, size := sizes.pop()):
         host.captured = CapturedPrefill(
-            program.prefilling, choice.name, scratch.views, size, model.step, model.longest, _LEAST_PAGE, model.dtype,
+            program.prefilling, host.fallback, scratch.views, size, model.step, model.longest, _LEAST_PAGE, model.dtype,
             model.device,
         )  # fmt: skip
     host.drafts = bool(options.exact)

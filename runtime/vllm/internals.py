@@ -20,6 +20,7 @@ from vllm.config import (
     get_current_vllm_config_or_none,
     set_current_vllm_config,
 )
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     model_parallel_is_initialized,
@@ -124,6 +125,7 @@ def engine_model(config: VllmConfig) -> EngineModel:
         step=config.scheduler_config.max_num_batched_tokens,
         rows=config.scheduler_config.max_num_seqs,
         rank=Rank(get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size),
+        graphs=config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE,
     )
 
 

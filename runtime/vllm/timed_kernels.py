@@ -93,7 +93,10 @@ class EngineLayers(TimedLayers):
         q_RHD = self._queries(verified, layer.heads)
         out_RHD = torch.empty_like(q_RHD)
         lengths_B = torch.full((rows,), length, dtype=torch.int32, device=self.device)
-        starts_X = torch.arange(rows + 1, dtype=torch.int32, device=self.device) * self.host.queries
+        several = self.host.queries > 1
+        starts_X = (
+            torch.arange(rows + 1, dtype=torch.int32, device=self.device) * self.host.queries if several else None
+        )
         step = self.host.decode.begin(lengths_B, (), pages.table_BP, None, 0, starts_X, verified)
         dense = self.dense(q_RHD, pages, [length] * rows, out_RHD)
         idle = self.dense(q_RHD, pages, [0] * rows, out_RHD)

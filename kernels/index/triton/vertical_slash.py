@@ -97,7 +97,7 @@ def _numbers(group: FamilyHeads, part: HeadsPlan, layout: IndexLayout) -> Number
     if not isinstance(chunk, AnyChunk):
         return numbers
     past_B, length_B = chunk.numbers
-    sampled_h, columns_h, slashes_h, tiles_h = chunk.budgets[group][:, part.heads]
+    sampled_h, columns_h, slashes_h, tiles_h = chunk.budgets[group.named][:, part.heads]
     return numbers._replace(
         past_B=past_B, length_B=length_B, sampled_Bh=sampled_h, columns_Bh=columns_h, slashes_Bh=slashes_h,
         tiles_Bh=tiles_h,

@@ -13,6 +13,7 @@ from sparsekv.kernels.index.build import build_index, groups_of
 from sparsekv.kernels.index.layout import IndexLayout
 from sparsekv.kernels.index.triton import vertical_slash
 from sparsekv.kernels.tiles import AnyChunk, Chunk, computed_tiles
+from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import Dense, VerticalSlash, tokens
 from sparsekv.runtime.paged.captured_prefill import Budgets
 
@@ -44,7 +45,9 @@ def captured(layer, length: int) -> tuple[AnyChunk, torch.Tensor, torch.Tensor]:
     layout = IndexLayout(layer.chunk, layer.tile, None, 1, heads, kv_heads, rows, size, dtype, cpu)
     numbers_4h = known.in_chunk(layout)
     numbers = torch.tensor([past], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
-    chunk = AnyChunk((KEYS - ROWS,), (KEYS,), numbers, {group: numbers_4h[:, known.at[group]] for group in slashes})
+    chunk = AnyChunk(
+        (KEYS - ROWS,), (KEYS,), numbers, {group.named: numbers_4h[:, known.at[group.named]] for group in slashes}
+    )
     q_BHSD, k_BGKD = padded(layer.q_BHSD, ROWS), padded(layer.k_BGKD, KEYS)
     q_BHSD[:, :, rows:], k_BGKD[:, :, length:] = 1.0, 0.0  # as an earlier chunk left them
     return chunk, q_BHSD, k_BGKD
@@ -103,7 +106,7 @@ def test_budgets_of_a_chunk_are_those_of_the_host(length, shares, tile, data) ->
     (group,) = groups_of(patterns)
     known = Budgets.of((group,))
     (part,) = vertical_slash.plan_build(group, layout, SMALL, 1 << 40)[1]
-    assert [tuple(row) for row in known.in_chunk(layout)[:, known.at[group]].tolist()] == list(part.fields[3:7])
+    assert [tuple(row) for row in known.in_chunk(layout)[:, known.at[group.named]].tolist()] == list(part.fields[3:7])
 
 
 @pytest.mark.parametrize(
@@ -121,3 +124,20 @@ def test_budgets_of_a_chunk_are_those_of_the_host(length, shares, tile, data) ->
 def test_a_chunk_behind_a_longer_past_samples_fewer_queries(past: int, rows: int, sampled: int) -> None:
     assert Chunk((past, 0), (past + rows, 20)).sampled(256) == (sampled, 20)
     assert Chunk((past,), (past + rows,)).sampled(16) == (min(16, sampled),)
+
+
+def test_captured_chunks_of_equal_sizes_differ() -> None:
+    """Plans of builds are found by their chunk: one for fewer sampled queries is another."""
+    numbers = torch.zeros(2, 1, dtype=torch.int32).unbind()
+    few, many = (AnyChunk((127,), (383,), numbers, {}, most) for most in (64, 256))
+    assert few != many
+    assert len({few, many}) == 2
+
+
+def test_torch_does_not_build_the_index_of_a_captured_call() -> None:
+    layer = make_layer(
+        (VerticalSlash(vertical=tokens(9), slash=tokens(9), max_tiles=tokens(200)),), Chunk((0,), (200,)), TILES[0]
+    )
+    chunk, q_BHSD, k_BGKD = captured(layer, 200)
+    with pytest.raises(BackendError, match="captured call"):
+        build_index(layer.patterns, q_BHSD, k_BGKD, chunk, TILES[0], scale=1.0, builder="torch")

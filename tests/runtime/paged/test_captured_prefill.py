@@ -1,18 +1,14 @@
 """Graphs of a request's chunks, beside the same layers launch by launch."""
 
 import random
-from functools import partial
 
 import pytest
 import torch
-from triton_index import SMALL
 
-from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.index.triton import vertical_slash
+from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.keys import PLAIN, Scales, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import Dense, TileShape, VerticalSlash, fraction, tokens
-from sparsekv.runtime.core import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.paged import captured_prefill
@@ -44,10 +40,12 @@ def test_a_captured_chunk_has_the_output_of_its_launches(backend: str, kind: str
     rng, heads, kv_heads, size = random.Random(f"{backend} {kind}"), 14, 2, 64
     torch.manual_seed(rng.randrange(1000))
     layers = layers_of(3, heads, kv_heads, rng)
-    assert CapturedPrefill.takes(layers, device, size)
+    assert CapturedPrefill.takes(layers, device, torch.bfloat16, size)
     scratch = Scratch(memory_of(LONGEST), kv_heads * size, torch.bfloat16, device)
     host = PlanHost(Program(Rank(), layers), backend, scratch, LONGEST)
-    captured = CapturedPrefill(layers, backend, scratch.views, size, 8192, LONGEST, PAGE, torch.bfloat16, device)
+    captured = CapturedPrefill(
+        layers, Fallback(backend), scratch.views, size, 8192, LONGEST, PAGE, torch.bfloat16, device
+    )
     softmax = Softmax(sinks_H=torch.randn(heads, device=device)) if kind == "sinks" else PLAIN
     cache = torch.randn(4000, 2, PAGE, kv_heads, size, device=device, dtype=torch.bfloat16)
     scales = None
@@ -104,9 +102,6 @@ def replayed(monkeypatch) -> None:
 
     monkeypatch.setattr(CapturedPrefill, "_capture", capture)
     monkeypatch.setattr(captured_prefill, "_SMALLEST", 256)
-    monkeypatch.setattr(vertical_slash, "sizes_for", lambda device: SMALL)
-    by_triton = partial(build_index, builder="triton")
-    monkeypatch.setattr(prefill, "build_index", lambda *given, **how: by_triton(*given, **{**how, "builder": "triton"}))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU graphs run there")
@@ -118,7 +113,7 @@ def test_chunks_of_several_requests_share_the_memory_of_their_graphs() -> None:
     layers, cpu = layers_of(2, heads, kv_heads, rng), torch.device("cpu")
     scratch = Scratch(memory_of(longest), kv_heads * size, torch.float32, cpu)
     host = PlanHost(Program(Rank(), layers), "triton", scratch, longest)
-    captured = CapturedPrefill(layers, "triton", scratch.views, size, 256, longest, PAGE, torch.float32, cpu)
+    captured = CapturedPrefill(layers, Fallback("triton"), scratch.views, size, 256, longest, PAGE, torch.float32, cpu)
     cache = torch.randn(100, 2, PAGE, kv_heads, size)
     pages, seen = (cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)), 0
     captured.warm_up(layers[0], pages, 0.25, PLAIN)
