@@ -184,11 +184,13 @@ def _suite(subject: Subject, flags: EvalFlags) -> None:
     from sparsekv.planner.records import RunFile
 
     of_samples = {name: getattr(flags, name) for name in ("suite", "seed", "samples")}
-    of_samples["prefill_chunk"] = flags.step(plans.values())
+    earlier = RunFile.earlier(SuiteRun, flags.out)
+    whole = earlier is not None and earlier.prefill_chunk is None  # as dense answers alone are, which a plan joins
+    of_samples["prefill_chunk"] = flags.prefill_chunk if whole else flags.step(plans.values())
     drawn = SuiteSamples(tuple(sorted(flags.lengths)), batch=flags.batch, **of_samples)
     facts: dict[str, Any] = of_samples | {"phase": flags.phase}
     facts |= {"backend": settings_of(flags).backend}
-    if earlier := RunFile.earlier(SuiteRun, flags.out):
+    if earlier:
         check_continued(earlier, facts, {name: executed_digest(plan) for name, plan in plans.items()})
     loaded, modes = _loaded(subject, flags, plans)
     file = RunFile.of(SuiteRun.of(loaded, **facts), flags.out)
