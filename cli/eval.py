@@ -185,7 +185,8 @@ def _suite(subject: Subject, flags: EvalFlags) -> None:
 
     of_samples = {name: getattr(flags, name) for name in ("suite", "seed", "samples")}
     earlier = RunFile.earlier(SuiteRun, flags.out)
-    whole = earlier is not None and earlier.prefill_chunk is None  # as dense answers alone are, which a plan joins
+    # As dense answers alone are, which a plan joins.
+    whole = earlier is not None and earlier.settings.prefill_chunk is None
     of_samples["prefill_chunk"] = flags.prefill_chunk if whole else flags.step(plans.values())
     drawn = SuiteSamples(tuple(sorted(flags.lengths)), batch=flags.batch, **of_samples)
     facts: dict[str, Any] = of_samples | {"phase": flags.phase}
