@@ -52,7 +52,7 @@ class OwnBench:
     """
 
     repeats: int = 5
-    session_repeats: int = 3
+    session_repeats: int = 5
     answer: int = 64
     at_once: tuple[int, ...] = (1, 8)
     context: int = 60 << 10
@@ -144,6 +144,8 @@ def _token_figure(
     figure: OwnFigure, subject: BenchModel, plan: Plan, bench: OwnBench, progress: Progress, loaded: LoadedModel
 ) -> OwnFigure:
     if plan.decode is None or not plan.is_sparse_at(figure.length, "decode"):
+        if plan.evicting:
+            return figure.model_copy(update={"note": "eviction is timed in vLLM alone"})
         return figure.model_copy(update={"share": 1.0, "note": "decode is dense by the plan"})
     how = DecodeBench((figure.length,), repeats=bench.repeats, backend=bench.backend, seed=bench.seed, sparse="auto")
     row = Row(name=TOKEN, length=figure.length, device="", dtype="", own={"batch": 1})

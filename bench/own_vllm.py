@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict
 from sparsekv.bench.harness import in_short, repeat_in_turn
 from sparsekv.bench.own_file import Name, OwnFigure
 from sparsekv.bench.serve import DENSE, SPARSE, Load, ServeBench, Served, serve, served_engine, served_model
-from sparsekv.bench.turns import Played, Session, Turn, play
+from sparsekv.bench.turns import WARM_UPS, Played, Session, Turn, play, warm_up
+from sparsekv.bench.vllm_engines import forget_prompts
 from sparsekv.plans.brief import decode_share
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.schema import Plan
@@ -27,7 +28,6 @@ from sparsekv.runtime.settings import preset_vllm
 
 Found = TypeVar("Found")
 Tokens = tuple[int, ...]
-_WARM_UP = 4  # tokens of an answer
 
 
 class OwnPrompts(BaseModel):
@@ -110,11 +110,11 @@ class Engines:
         at_once = len(load.prompts)
 
         def run(way: str) -> Served:
-            self.engines[way].reset_prefix_cache()
+            forget_prompts(self.engines[way])
             return serve(self.engines[way], load.prompts, load.answer, at_once)
 
-        for engine in self.engines.values():
-            serve(engine, load.prompts, min(_WARM_UP, load.answer), at_once)
+        for way in (*self.engines,) * WARM_UPS:
+            run(way)
         turns, counted, note = self._in_turn(run, self.repeats)
         values: dict[Name, Callable[[Served], float | None]] = {
             "first token": lambda run: statistics.median(run.first_seconds) * 1e3,
@@ -135,7 +135,7 @@ class Engines:
             return play(self.engines[way], load.sessions, agents)
 
         for engine in self.engines.values():
-            play(engine, [Session(one.steps[:2]) for one in load.sessions], agents)
+            warm_up(engine, load.sessions, agents)
         turns, counted, note = self._in_turn(run, load.repeats)
         facts: dict[str, Any] = {"at_once": agents, "note": note}
         for at, context in enumerate(load.contexts):

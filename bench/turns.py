@@ -12,7 +12,7 @@ import asyncio
 import random
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,7 @@ from sparsekv.bench.serve import (
     run_elsewhere,
     served_engine,
 )
-from sparsekv.bench.vllm_engines import greedy
+from sparsekv.bench.vllm_engines import forget_prompts, greedy
 from sparsekv.planner.progress import Progress, StageStep
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.schema import Plan
@@ -47,7 +47,8 @@ COLUMNS: Columns = {
     "new": ("new", number("d")),
     "agents": ("agents", number("d")),
     "turns": ("turn_count", number("d")),
-    "hits": ("hits", number(".3f")),
+    "hits dense": ("dense_hits", number(".3f")),
+    "sparse    ": ("hits", number(".3f")),
     "density": ("density", number(".3f")),
     "cold s dense": ("dense_cold_ms", number(".2f", 1e3)),
     "sparse": ("cold_ms", number(".2f", 1e3)),
@@ -63,7 +64,7 @@ COLUMNS: Columns = {
     "session gain": ("session_gain", number(".2f")),
 }
 _CONFIDENCE = 0.95
-_WARM_UP = (2, 4)  # turns, and tokens of an answer
+WARM_UPS = 2  # graphs are captured when a size of chunks comes the second time
 _OURS = ("cold_ms", "sparse_ms", "token_ms", "session_ms")
 _IDLE = 1e-3  # seconds until it is asked again whether an agent has thought to the end
 
@@ -243,8 +244,19 @@ class _Client:
 
 def play(llm: Any, sessions: Sequence[Session], agents: int) -> Played:
     """Plays sessions, a new one as soon as one of `agents` has ended, with nothing cached before."""
-    llm.reset_prefix_cache()
+    forget_prompts(llm)
     return asyncio.run(_play(_Client(llm), sessions, agents))
+
+
+def warm_up(llm: Any, sessions: Sequence[Session], agents: int) -> None:
+    """Plays sessions without pauses until nothing of them is compiled or captured any more."""
+    for _ in range(WARM_UPS):
+        play(llm, [*map(_without_pauses, sessions)], agents)
+
+
+def _without_pauses(session: Session) -> Session:
+    steps = (_without_pauses(step) if isinstance(step, Session) else replace(step, think=0.0) for step in session.steps)
+    return Session(tuple(steps))
 
 
 async def _play(client: _Client, sessions: Sequence[Session], agents: int) -> Played:
@@ -316,8 +328,9 @@ def bench_turns(
 
     A row's `length` is its longest context. `dense_ms` and `sparse_ms` are medians over the turns behind the first of a
     session, `cold_ms` over the first, up to the first token; `token_ms` is between tokens of an answer, whatever else
-    the engine does then. `gain` is the geometric mean of dense over sparse, turn by turn, with its 95% interval; `hits`
-    the share of prompt tokens that were cached. `turns` has each turn, as medians over the repeats.
+    the engine does then. `gain` is the geometric mean of dense over sparse, with its 95% interval over
+    turns, each a mean over its repeats; `hits` and `dense_hits` are the shares of prompt tokens that each engine had
+    cached. `turns` has each turn, as medians over the repeats; its `new` tokens are those of the plan's engine.
 
     Args:
         words: says what the plan is, for the rows.
@@ -399,20 +412,13 @@ def _measure(
         return play(engines[way], sessions, agents)
 
     for engine in engines.values():
-        play(engine, [_warm_up(sessions[0])], 1)
+        warm_up(engine, sessions, agents)
     if SPARSE in engines:
         reset_stats(engines[SPARSE])
     found.turns |= {way: [run(way)] for way in engines}
     found.note = repeat_in_turn(found.turns, run, bench.repeats)
     if SPARSE in engines:
         found.counted, found.backend = serving_stats(engines[SPARSE]), backend_of(engines[SPARSE])
-
-
-def _warm_up(session: Session) -> Session:
-    turns = [step for step in session.steps if isinstance(step, Turn)]
-    return Session(
-        tuple(replace(turn, answer=min(turn.answer, _WARM_UP[1]), think=0.0) for turn in turns[: _WARM_UP[0]])
-    )
 
 
 def _filled(row: Row, found: PlayedLoad) -> Row:
@@ -423,9 +429,10 @@ def _filled(row: Row, found: PlayedLoad) -> Row:
         stats = found.counted
         row = row.plus(density=stats.prefill_density, decoded=stats.decode_sparse, failures=stats.failures)
     row = row.plus(found.note, **_compared(found.turns), turns=list(_turns(found.turns)))
-    for runs in found.turns.values():
+    for way, runs in found.turns.items():
         every = [turn for run in runs for turn in run.turns]
-        row = row.plus(turn_count=len(runs[0].turns), hits=sum(t.cached for t in every) / sum(t.context for t in every))
+        hits = sum(turn.cached for turn in every) / sum(turn.context for turn in every)
+        row = row.plus(turn_count=len(runs[0].turns), **{"hits" if way == SPARSE else "dense_hits": hits})
     return row
 
 
@@ -444,14 +451,15 @@ def _median(seconds: Iterable[float]) -> float | None:
 
 
 def _compared(runs: Mapping[str, Sequence[Played]]) -> dict[str, float | None]:
-    """Dense over sparse: of the turns behind the first, paired, with an interval; and of whole sessions."""
+    """Dense over sparse: of the turns behind the first, each a mean over its repeats, with an interval; and of whole
+    sessions."""
     pairs = list(zip(runs.get(DENSE, ()), runs.get(SPARSE, ()), strict=False))
-    turns = [
-        log(dense.first / sparse.first)
-        for both in pairs
-        for dense, sparse in zip(*(sorted(run.turns, key=_place) for run in both), strict=True)
-        if sparse.turn
-    ]
+    repeats = defaultdict[Any, list[float]](list)
+    for both in pairs:
+        for dense, sparse in zip(*(sorted(run.turns, key=_place) for run in both), strict=True):
+            if sparse.turn:
+                repeats[_place(sparse)].append(log(dense.first / sparse.first))
+    turns = [statistics.mean(logs) for logs in repeats.values()]
     sessions = [log(sum(dense.sessions) / sum(sparse.sessions)) for dense, sparse in pairs]
     gains = dict.fromkeys(("gain", "gain_low", "gain_high", "session_gain"))
     if len(turns) > 1:
@@ -465,9 +473,9 @@ def _place(turn: TurnTime) -> tuple[tuple[int, ...], int]:
 
 
 def _turns(runs: Mapping[str, Sequence[Played]]) -> Iterator[dict[str, Any]]:
-    """Each turn as JSON data, its times as medians over the repeats."""
+    """Each turn as JSON data, its times as medians over the repeats, its new tokens by the plan where that ran."""
     by_way = {way: [sorted(run.turns, key=_place) for run in each] for way, each in runs.items()}
-    for at, turn in enumerate(next(iter(by_way.values()), [[]])[0]):
+    for at, turn in enumerate(by_way.get(SPARSE, by_way.get(DENSE, [[]]))[0]):
         same = {way: [run[at] for run in each] for way, each in by_way.items()}
         data: dict[str, Any] = {"agent": list(turn.agent), "turn": turn.turn, "context": turn.context}
         data["new"] = turn.context - turn.cached

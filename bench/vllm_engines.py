@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sparsekv.plans.errors import BackendError
+
 COMPARING = "sparsekv.bench.comparing_worker.ComparingWorker"
 """The worker of an engine whose ranks are compared: `--worker-cls`."""
 
@@ -31,3 +33,9 @@ def greedy(tokens: int) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+
+def forget_prompts(llm: Any) -> None:
+    """Empties the prefix cache: what is timed next finds nothing there."""
+    if not llm.reset_prefix_cache():
+        raise BackendError("expected an engine whose prefix cache can be emptied, found requests that still hold pages")

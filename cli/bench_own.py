@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sparsekv.cli.arguments import Subject, settings_of
 from sparsekv.cli.output import emit, tell
-from sparsekv.cli.plan_files import default_plan, only_writer
+from sparsekv.cli.plan_files import check_replaceable, default_plan, only_writer
 from sparsekv.planner.flags import Flag, Key, Options
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.errors import GateError, UsageError, install_command
@@ -15,6 +16,9 @@ from sparsekv.plans.schema import Plan
 
 if TYPE_CHECKING:
     from sparsekv.bench.own_file import OwnFile
+
+
+_BESIDE = {".md": "the page", ".svg": "the picture", ".log": "vLLM's log"}
 
 
 class OwnFlags(Options):
@@ -49,12 +53,15 @@ def own(flags: OwnFlags) -> None:
     Makes the plan by defaults and tests it, unless there is one. Halves that ran at different times join in the file
     by the plan. A plan that gains nothing says so.
     """
-    if flags.half == "vllm" and flags.vllm_python is None:
-        raise UsageError("expected --vllm-python beside half=vllm, found none; name the Python that has vLLM")
+    _check_python(flags)
+    _check_out(flags.out)
     with only_writer(flags.out):
         path = flags.plan or default_plan(flags.model)
         subject = _planned(flags, path)
         plan = _tested(subject, path)
+        if plan.is_dense:
+            emit("the plan is dense: nothing to measure")
+            return
         from sparsekv.bench.own_file import OwnPlan, OwnRun
         from sparsekv.planner.records import RunFile
 
@@ -62,8 +69,35 @@ def own(flags: OwnFlags) -> None:
         file.add(OwnPlan.of(plan))
         try:
             _measure(flags, subject, plan, file)
+        except BaseException as error:
+            error.add_note(f"what was measured until then is in {flags.out}; the same command goes on from there")
+            raise
         finally:
             _show(file, flags.out)
+
+
+def _check_python(flags: OwnFlags) -> None:
+    python = flags.vllm_python
+    if python is None:
+        if flags.half == "vllm":
+            raise UsageError("expected --vllm-python beside half=vllm, found none; name the Python that has vLLM")
+        if flags.half == "both":
+            tell("the half in vLLM is left out: it needs --vllm-python")
+    elif shutil.which(python) is None:
+        raise UsageError(f"expected a Python to run in --vllm-python, found no executable file {python}")
+
+
+def _check_out(out: Path) -> None:
+    """Refuses to write over files of others: new figures have neither page, nor picture, nor log yet."""
+    if out.suffix in _BESIDE:
+        raise UsageError(f"expected a name of figures such as own.json, found that of {_BESIDE[out.suffix]}, {out}")
+    check_replaceable(out, "-o", "own")
+    for suffix, what in _BESIDE.items():
+        if not out.exists() and (file := out.with_suffix(suffix)).exists():
+            raise UsageError(
+                f"expected no file yet in {file}, where {what} of {out} is to be written, found one; choose another -o "
+                "FILE, or remove it first"
+            )
 
 
 def _planned(flags: OwnFlags, path: Path) -> Subject:

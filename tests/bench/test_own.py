@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from tiny_plans import drops
 
 from sparsekv.bench import own
 from sparsekv.bench.own_file import OwnFigure, OwnFile, OwnLength, OwnPlan, OwnRun, figures, result
@@ -212,6 +213,13 @@ def test_halves_join_in_the_file_and_nothing_is_measured_twice(
     assert out.with_suffix(".md").read_text() == page(OwnFile.read(OwnRun, out), "own.svg")
 
 
+def test_a_token_of_a_plan_that_evicts_alone_has_no_share_here(plan):
+    evicting = plan.model_copy(update={"decode": None, "kv_cache": (drops((0,), 64),)})
+    figure = OwnFigure(half="transformers", name="token", length=2048)
+    told = own._token_figure(figure, None, evicting, QUICK, None, None)
+    assert (told.share, told.note) == (None, "eviction is timed in vLLM alone")
+
+
 def test_a_model_without_a_plan_is_planned_and_a_plan_without_a_test_is_tested(folder, tmp_path, monkeypatch, capsys):
     calls, path = [], tmp_path / "made.yaml"
 
@@ -241,3 +249,34 @@ def test_figures_of_another_plan_are_not_joined(asked, folder, plan, tmp_path, m
     assert done.code == 2
     assert "those of another" in done.err
     assert "expected --vllm-python" in asked(command, OwnFlags, model=str(folder), out=out, half="vllm").err
+
+
+def test_files_of_others_and_what_cannot_run_are_refused_before_any_work(asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_own, "_planned", lambda *_: pytest.fail("work began"))
+    (tmp_path / "notes.md").write_text("mine")
+    (tmp_path / "other.json").write_text("{}")
+    for name, said in (("own.svg", "the picture"), ("notes.json", "no file yet in"), ("other.json", "another file")):
+        done = asked(command, OwnFlags, model="m", out=tmp_path / name)
+        assert (done.code, said in done.err) == (2, True), done.err
+    done = asked(command, OwnFlags, model="m", out=tmp_path / "own.json", vllm_python=tmp_path / "notes.md")
+    assert (done.code, "no executable file" in done.err) == (2, True), done.err
+    assert (tmp_path / "notes.md").read_text() == "mine"
+
+
+def test_a_dense_plan_is_not_measured(asked, folder, plan, tmp_path):
+    write_plan(plan.model_copy(update={"prefill": None, "decode": None, "quality": None}), tmp_path / "dense.yaml")
+    done = asked(command, OwnFlags, model=str(folder), plan=tmp_path / "dense.yaml", out=tmp_path / "own.json")
+    assert (done.code, done.out) == (0, "the plan is dense: nothing to measure\n"), done.err
+    assert "the half in vLLM is left out" in done.err
+    assert not (tmp_path / "own.json").exists()
+
+
+def test_a_run_that_is_stopped_says_how_to_go_on(asked, folder, plan, tmp_path, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(own, "in_transformers", stopped)
+    out = tmp_path / "own.json"
+    done = asked(command, OwnFlags, model=str(folder), plan=tmp_path / "plan.yaml", out=out)
+    assert f"{out}; the same command goes on" in done.err
+    assert out.with_suffix(".md").exists()

@@ -10,8 +10,10 @@ import pytest
 
 from sparsekv.bench import turns
 from sparsekv.bench.agent_traces import SHIPPED, TraceLoad, made_traces, read_traces
+from sparsekv.bench.harness import Row
 from sparsekv.bench.turn_times import kind_of, span_and_busy
 from sparsekv.bench.turns import DENSE, SPARSE, Played, Session, Turn, TurnLoad, TurnTime, play
+from sparsekv.plans.errors import BackendError
 
 
 class Engine:
@@ -83,6 +85,25 @@ def test_a_prompt_waits_for_the_agent_to_think_and_its_first_token_is_counted_fr
     assert found.turns[1].first < 0.2
 
 
+def test_whole_sessions_warm_up_twice_and_nobody_pauses(engine: Engine) -> None:
+    session = Session((Turn((1,), 1), Session((Turn((2,), 1, think=60.0),)), Turn((3,), 1, think=60.0)))
+    turns.warm_up(SimpleNamespace(llm_engine=engine, reset_prefix_cache=lambda: True), [session], 1)
+    assert [len(prompt) for prompt in engine.prompts] == [1, 1, 3] * 2
+
+
+def test_an_engine_that_keeps_its_prompts_is_not_timed(engine: Engine) -> None:
+    with pytest.raises(BackendError, match="prefix cache"):
+        play(SimpleNamespace(llm_engine=engine, reset_prefix_cache=lambda: False), [Session((Turn((1,), 1),))], 1)
+    assert not engine.prompts
+
+
+def test_hits_and_new_tokens_are_those_of_the_plans_engine() -> None:
+    dense, sparse = (Played((TurnTime((0,), 0, 100, cached, 1.0, 0.1),), (1.0,)) for cached in (20, 50))
+    row = Row(name="turns", length=100, device="cpu", dtype="float32")
+    found = turns._filled(row, turns.PlayedLoad({DENSE: [dense], SPARSE: [sparse]})).data()
+    assert (found["hits"], found["dense_hits"], found["turns"][0]["new"]) == (0.5, 0.2, 50)
+
+
 def test_subagents_start_together_and_the_next_turn_waits_for_both(engine: Engine) -> None:
     below = Session((Turn((5,), 2), Turn((6,), 2)))
     found = played(engine, Session((Turn((1,), 1), below, below, Turn((2,), 1))))
@@ -111,6 +132,8 @@ def test_turns_are_compared_in_pairs_and_the_first_of_a_session_apart() -> None:
     assert found["gain_low"] < 2.0 < found["gain"] < found["gain_high"]
     assert found["session_gain"] == pytest.approx(23.0 / 6.0)
     assert turns._compared({SPARSE: [times(1.0, 2.0, 3.0)]})["gain"] is None
+    twice = turns._compared({DENSE: [times(9.0, 2.0, 8.0, 4.0)] * 2, SPARSE: [times(1.0, 1.0, 2.0, 2.0)] * 2})
+    assert twice == pytest.approx(found), "a repeat of a turn is no turn more"
     assert list(turns._milliseconds([times(9.0, 2.0, 4.0, 3.0)])) == pytest.approx([9000, 3000, 10, 18000])
 
 

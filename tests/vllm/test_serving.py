@@ -115,6 +115,7 @@ def test_a_row_has_the_turns_of_both_engines_side_by_side(
     ]
     assert 0 < row["density"] < 1
     assert 0.5 < row["hits"] < 0.7
+    assert 0.5 < row["dense_hits"] < 0.7
 
 
 def test_the_parts_of_a_turn_add_up_to_it_and_nothing_of_the_engine_is_left_shadowed(
