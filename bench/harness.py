@@ -8,13 +8,17 @@ the machine meets all calls alike; the result is the median over the rounds.
 from __future__ import annotations
 
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from sparsekv import __version__
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.plans.types import columns, format_bytes, format_length, parse_length
 
@@ -31,6 +35,25 @@ _MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 def parse_lengths(text: str) -> tuple[int, ...]:
     """Lengths separated by commas, ascending, each once."""
     return tuple(sorted({parse_length(part) for part in text.split(",")}))
+
+
+def checkout_commit() -> str:
+    """The commit of this checkout; empty where the program is installed, or git is not."""
+    file = Path(__file__).resolve()
+    for command in (("ls-files", "--error-unmatch", file.name), ("rev-parse", "--short=8", "HEAD")):
+        try:
+            done = subprocess.run(["git", *command], cwd=file.parent, capture_output=True, text=True, check=False)
+        except OSError:
+            return ""
+        if done.returncode:
+            return ""
+    return done.stdout.strip()
+
+
+def program() -> str:
+    """This program and the day, for what is measured."""
+    version = " ".join(filter(None, (f"sparsekv {__version__}", checkout_commit())))
+    return f"{version}, {datetime.now(UTC):%Y-%m-%d}"
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """`sparsekv bench own`: a model by its own plan beside dense, in transformers and in vLLM.
 
-The plan is executed as hosts do by default: sparse where it is measured to be faster. Prompts are held-out ones of the
-planner's tasks, at each planned length. The half in vLLM runs in another environment (`own_vllm`); halves and figures
-that are in the file are not measured again.
+The plan is executed as hosts do by default: sparse where it is measured to be faster. Prompts are of the planner's
+tasks, at each planned length, of texts that neither calibration nor the test has. The half in vLLM runs in another
+environment (`own_vllm`); halves and figures that are in the file are not measured again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import torch
 
 from sparsekv.bench.decode import TOKEN, token_rows
-from sparsekv.bench.harness import Row, free_memory
+from sparsekv.bench.harness import Row, free_memory, program
 from sparsekv.bench.own_file import OwnFigure, OwnFile, lengths_of, measured
 from sparsekv.bench.own_vllm import OwnPrompts, OwnRequest, OwnTurns, named
 from sparsekv.bench.prefill import PrefillBench, bench_prefill
@@ -164,8 +164,9 @@ def _filled(figure: OwnFigure, row: Row, loaded: LoadedModel) -> OwnFigure:
     found: dict[str, Any] = {"dense": dense, "plan": plan, "share": row.density, "note": row.note}
     if not (dense and plan):
         found = {"failed": row.note or "nothing ran"}
-    found |= {"way": data["dense_kernel"] or "", "device": device_name(model.device)}
-    found["host"] = f"transformers {__version__}, torch {torch.__version__}, {dtype_name(model.dtype)}"
+    found |= {"way": data["dense_kernel"] or "", "ways": tuple(data["dense_peers_ms"])}
+    found["device"] = device_name(model.device)
+    found["host"] = f"transformers {__version__}, torch {torch.__version__}, {dtype_name(model.dtype)}, {program()}"
     return OwnFigure.model_validate(figure.model_dump() | found)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import exp, log
+from statistics import fmean, median, stdev
 from typing import Any, ClassVar, Literal, Self
 
 from sparsekv.planner.records import RunFile, RunRecord, RunSettings
@@ -17,6 +19,8 @@ Half = Literal["transformers", "vllm"]
 Name = Literal["prompt", "first token", "token", "tokens/s", "turn", "session"]
 TITLES: dict[Half, str] = {"transformers": "transformers", "vllm": "vLLM"}
 _LEAST = 0.02  # of a ratio: less is no difference
+_PAIRS = 5  # of repeats, that tell a gain
+_SPREADS = 2.0  # standard deviations of them, below which noise makes a gain: of five, one in 200 by chance
 
 
 def lengths_of(plan: Plan) -> tuple[int, ...]:
@@ -25,11 +29,11 @@ def lengths_of(plan: Plan) -> tuple[int, ...]:
 
 
 class OwnLength(Part):
-    """Shares of attention that a plan computes at one length."""
+    """Shares of attention that a plan computes at one length; None is sparse, as yet uncounted."""
 
     length: Length
-    prefill: Share
-    decode: Share
+    prefill: Share | None
+    decode: Share | None
 
 
 class OwnPlan(RunRecord):
@@ -50,8 +54,8 @@ class OwnPlan(RunRecord):
         lengths = (
             OwnLength(
                 length=length,
-                prefill=prefill_share(plan, length).computed or 1.0,
-                decode=decode_share(plan, length).computed or 1.0,
+                prefill=prefill_share(plan, length).computed,
+                decode=decode_share(plan, length).computed,
             )
             for length in lengths_of(plan)
         )
@@ -74,7 +78,8 @@ class OwnFigure(RunRecord):
         turn: its number from 1 on; `new` are the tokens that it adds.
         dense, plan: one value a repeat, milliseconds or tokens a second.
         share: of attention that was computed, as counted.
-        way: the dense side.
+        way: the dense side, the fastest of `ways`.
+        host: the programs, and the day.
         failed: why there are no values; the next run tries again.
     """
 
@@ -88,6 +93,7 @@ class OwnFigure(RunRecord):
     plan: tuple[NonNegative, ...] = ()
     share: Share | None = None
     way: str = ""
+    ways: tuple[Text, ...] = ()
     note: str = ""
     failed: str = ""
     host: str = ""
@@ -100,7 +106,7 @@ class OwnFigure(RunRecord):
     @property
     def medians(self) -> tuple[float, float] | None:
         """Of dense and of the plan."""
-        return (statistics.median(self.dense), statistics.median(self.plan)) if self.dense and self.plan else None
+        return (median(self.dense), median(self.plan)) if self.dense and self.plan else None
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -116,17 +122,46 @@ class OwnFigure(RunRecord):
         return plan / dense if self.name == "tokens/s" else dense / plan
 
     @property
-    def differs(self) -> int:
-        """1 where every pair of repeats has the plan faster, -1 where every pair has it slower, else 0."""
-        if self.gain is None or abs(self.gain - 1.0) < _LEAST:
+    def words(self) -> str:
+        return self.words_at(format_length(self.length))
+
+    def words_at(self, lengths: str) -> str:
+        at_once = f", {self.at_once} at once" if self.half == "vllm" else ""
+        names = {"turn": f"turn {self.turn}", "session": f"session of {self.turn} turns"}
+        return f"{names.get(self.name, self.name)} at {lengths} in {TITLES[self.half]}{at_once}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One figure at all its lengths."""
+
+    figures: tuple[OwnFigure, ...]
+
+    @property
+    def repeats(self) -> list[float]:
+        """The logarithm of the gain by repeat, a mean over lengths."""
+        by_length = ([log(ratio) for ratio in figure.ratios] for figure in self.figures)
+        return [fmean(logs) for logs in zip(*by_length, strict=False)]
+
+    @property
+    def gain(self) -> float:
+        """The geometric mean over lengths."""
+        return exp(fmean(log(figure.gain) for figure in self.figures if figure.gain))
+
+    @property
+    def sign(self) -> int:
+        """1 where the plan is faster, -1 where it is slower, 0 where noise or a length says otherwise."""
+        sign, repeats = 1 if self.gain > 1.0 else -1, self.repeats
+        agrees = all(sign * ((figure.gain or 1.0) - 1.0) > -_LEAST for figure in self.figures)
+        if not agrees or len(repeats) < _PAIRS or abs(self.gain - 1.0) < _LEAST:
             return 0
-        return int(min(self.ratios) > 1.0) - int(max(self.ratios) < 1.0)
+        return sign if sign * fmean(repeats) >= _SPREADS * stdev(repeats) else 0
 
     @property
     def words(self) -> str:
-        at_once = f", {self.at_once} at once" if self.half == "vllm" else ""
-        names = {"turn": f"turn {self.turn}", "session": f"session of {self.turn} turns"}
-        return f"{names.get(self.name, self.name)} at {format_length(self.length)} in {TITLES[self.half]}{at_once}"
+        lengths = sorted(figure.length for figure in self.figures)
+        at = " to ".join(dict.fromkeys(format_length(length) for length in (lengths[0], lengths[-1])))
+        return f"{self.figures[0].words_at(at)} {self.gain:.2f}x"
 
 
 class OwnRun(RunSettings):
@@ -170,22 +205,22 @@ def plan_of(file: OwnFile) -> OwnPlan:
 
 def result(file: OwnFile) -> str:
     """The sentence that a reader sees first: where the plan gains, where it loses, what failed."""
-    timed = [figure for figure in figures(file) if figure.medians]
-    parts = [*_told("faster", timed, 1), *_told("slower", timed, -1)]
-    if timed and not any(figure.differs > 0 for figure in timed):
-        parts.insert(0, "gains nothing: no figure is faster by this plan than dense")
+    groups = [*_groups(file)]
+    by_sign = {sign: ", ".join(group.words for group in groups if group.sign == sign) for sign in (1, -1)}
+    parts = [f"{word}: {told}" for word, told in zip(("faster", "slower"), by_sign.values(), strict=True) if told]
+    if groups and not any(len(group.repeats) >= _PAIRS for group in groups):
+        parts.insert(0, f"tells no gain: fewer than {_PAIRS} pairs of repeats")
+    elif groups and not by_sign[1]:
+        parts.insert(0, "gains nothing: no figure is faster by this plan than dense beyond noise at all its lengths")
     failed = [figure for figure in figures(file) if figure.failed]
     parts += [f"{len(failed)} figures failed: {failed[0].words}: {failed[0].failed}"] if failed else []
     return "; ".join(parts) or "nothing was measured"
 
 
-def _told(word: str, timed: list[OwnFigure], sign: int) -> Iterator[str]:
-    """The strongest figure of each name and half; turns are summed up by their session."""
-    groups: dict[tuple[Half, Name], list[OwnFigure]] = {}
-    for figure in timed:
-        if figure.differs == sign and figure.name != "turn":
-            groups.setdefault((figure.half, figure.name), []).append(figure)
-    strongest = (max(group, key=lambda one: sign * (one.gain or 1.0)) for group in groups.values())
-    told = ", ".join(f"{figure.words} {figure.gain:.2f}x" for figure in strongest)
-    if told:
-        yield f"{word}: {told}"
+def _groups(file: OwnFile) -> Iterator[_Group]:
+    """Figures that were timed, by half, name and requests at once; turns are summed up by their session."""
+    groups = defaultdict[tuple[Half, Name, int], list[OwnFigure]](list)
+    for figure in figures(file):
+        if figure.medians and figure.name != "turn":
+            groups[figure.half, figure.name, figure.at_once].append(figure)
+    return map(_Group, map(tuple, groups.values()))

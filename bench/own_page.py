@@ -18,7 +18,7 @@ def page(file: OwnFile, picture: str | None = None) -> str:
     """The page of one model, with a link to its picture where there is one."""
     plan, parts = plan_of(file), figures(file)
     shares = (
-        f"{format_length(one.length)}: {percent(one.prefill)} of prefill, {percent(one.decode)} of decode"
+        f"{format_length(one.length)}: prefill {percent(one.prefill)}, decode {percent(one.decode)}"
         for one in plan.lengths
     )
     blocks = [
@@ -91,13 +91,17 @@ def _turns(alike: Sequence[OwnFigure]) -> Row:
 def remarks(parts: Iterable[OwnFigure]) -> Iterator[str]:
     own = list(parts)
     machines = dict.fromkeys(f"{figure.device}; {figure.host}" for figure in own if figure.host)
-    ways = dict.fromkeys(figure.way for figure in own if figure.way)
     if machines:
-        yield f"{' / '.join(machines)}. Dense is the fastest of: {', '.join(ways)}."
+        yield f"{' / '.join(machines)}. Dense is {_fastest(own)}."
     notes = dict.fromkeys(figure.note for figure in own if figure.note)
     failed = dict.fromkeys(f"{figure.words} failed: {figure.failed}" for figure in own if figure.failed)
     if notes or failed:
         yield "\n".join(f"- {text}" for text in (*notes, *failed))
+
+
+def _fastest(parts: Sequence[OwnFigure]) -> str:
+    ways = dict.fromkeys(way for figure in parts for way in figure.ways or (figure.way,) if way)
+    return f"the fastest of {', '.join(ways)}" if len(ways) > 1 else "".join(ways)
 
 
 def summary(file: OwnFile) -> Row:

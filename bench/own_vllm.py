@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from sparsekv.bench.harness import in_short, repeat_in_turn
+from sparsekv.bench.harness import in_short, program, repeat_in_turn
 from sparsekv.bench.own_file import Name, OwnFigure
 from sparsekv.bench.serve import DENSE, SPARSE, Load, ServeBench, Served, serve, served_engine, served_model
 from sparsekv.bench.turns import WARM_UPS, Played, Session, Turn, play, warm_up
@@ -102,7 +102,7 @@ class Engines:
         self.facts: dict[str, Any] = {"half": "vllm", "way": f"vLLM {vllm.release}", "device": device}
         self.facts["host"] = (
             f"vLLM {vllm.release}, torch {torch.__version__}, {dtype_name(request.bench.dtype)}, "
-            f"steps of {request.step_tokens:,} tokens"
+            f"steps of {request.step_tokens:,} tokens, {program()}"
         )
 
     def requests(self, load: OwnPrompts) -> Iterator[OwnFigure]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ import torch
 from sparsekv.bench import ruler_suite
 from sparsekv.bench.baselines import RuleSteps
 from sparsekv.bench.eviction_rules import ObservedPrompt, observed_prompt
-from sparsekv.bench.harness import parse_lengths, wait_for
+from sparsekv.bench.harness import checkout_commit, parse_lengths, wait_for
 from sparsekv.bench.quality_file import (
     LOST,
     Knobs,
@@ -401,7 +400,7 @@ def _run(args: argparse.Namespace, command: str) -> int:
     clock, began = time.monotonic(), datetime.now().isoformat()
     inputs, asked = _inputs(args)
     found, earlier = _begun(inputs, asked, args), time.monotonic()
-    device, commit = device_name(inputs.loaded.model.device), args.commit or _commit()
+    device, commit = device_name(inputs.loaded.model.device), args.commit or checkout_commit() or "unknown"
 
     def note() -> RunNote:
         seconds = round(time.monotonic() - clock, 1)
@@ -480,11 +479,6 @@ def _digests(inputs: Inputs) -> dict[str, str]:
     """The digests of our plans by the names of methods."""
     plans = {PLAN: inputs.plan} | {f"plan, evicting to {name}": plan for name, plan in inputs.evicting.items()}
     return {name: executed_digest(plan) for name, plan in plans.items()}
-
-
-def _commit() -> str:
-    asked = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ _DEFAULT = "vertical_slash"  # the family that `plan` searches by default
 @dataclass(frozen=True, slots=True)
 class RealShare:
     """The share of a prompt's tiles that is computed, by heads of these families, that of the cached tokens that a step
-    reads, and whose shares these are. `decode` is None where no plan is sparse there."""
+    reads, and whose shares these are; a plan that is dense there counts as such. `decode` is None where none is sparse.
+    """
 
     prefill: float
     families: tuple[str, ...]
@@ -31,17 +32,15 @@ class RealShare:
 
 
 def share_at(length: int, folder: Path = RESULTS) -> RealShare:
-    """The geometric mean over the plans in `folder` that reach a length on both sides, each interpolated in log length;
-    where none does, the usual share of the planner."""
+    """The geometric mean over the plans in `folder` that reach a length on both sides, each interpolated in log length
+    unless it is dense at one of both; where none is sparse, the usual share of the planner."""
     files = {file.settings.model: plan_of(file) for file in map(_read, sorted(folder.glob("*.json")))}
     prefill = _interpolated(files, length, "prefill")
     if not prefill:
-        words = (
-            f"as the planner begins at {format_length(length)}: no plan of a real model that was measured is so long"
-        )
+        words = f"as the planner begins at {format_length(length)}: no plan of a real model is measured as sparse there"
         return RealShare(density_for(length), (_DEFAULT,), words)
     decode = _interpolated(files, length, "decode")
-    families = dict.fromkeys(name for model in prefill for name in files[model].families)
+    families = dict.fromkeys(name for model, share in prefill.items() if share < 1.0 for name in files[model].families)
     of_plans = "of the plan" if len(prefill) == 1 else "of the plans, their mean,"
     return RealShare(
         _mean(prefill),
@@ -62,19 +61,20 @@ def _mean(shares: Mapping[str, float]) -> float:
 
 
 def _interpolated(files: Mapping[str, OwnPlan], length: int, phase: Literal["prefill", "decode"]) -> dict[str, float]:
-    """By model, of those whose plan is sparse at planned lengths on both sides."""
+    """By model, of those whose plan tells it; none where all are dense."""
     shares = {model: _between(_points(plan, phase), length) for model, plan in files.items()}
-    return {model: share for model, share in shares.items() if share is not None}
+    known = {model: share for model, share in shares.items() if share is not None}
+    return known if any(share < 1.0 for share in known.values()) else {}
 
 
 def _points(plan: OwnPlan, phase: str) -> list[tuple[int, float]]:
     shares = [(one.length, getattr(one, phase)) for one in plan.lengths]
-    return [(length, share) for length, share in shares if share < 1.0]
+    return [(length, share) for length, share in shares if share is not None]
 
 
 def _between(points: Sequence[tuple[int, float]], length: int) -> float | None:
-    for low, high in pairwise([*points, *points[-1:]]):
-        if low[0] <= length <= high[0]:
-            part = math.log(length / low[0]) / math.log(high[0] / low[0]) if high[0] > low[0] else 0.0
+    for low, high in pairwise(points):
+        if low[0] < length < high[0] and (low[1] < 1.0) == (high[1] < 1.0):
+            part = math.log(length / low[0]) / math.log(high[0] / low[0])
             return math.exp(math.log(low[1]) + part * math.log(high[1] / low[1]))
-    return None
+    return dict(points).get(length)

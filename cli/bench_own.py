@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sparsekv.cli.arguments import Subject, settings_of
@@ -83,7 +83,7 @@ def _check_python(flags: OwnFlags) -> None:
             raise UsageError("expected --vllm-python beside half=vllm, found none; name the Python that has vLLM")
         if flags.half == "both":
             tell("the half in vLLM is left out: it needs --vllm-python")
-    elif shutil.which(python) is None:
+    elif which(python) is None:
         raise UsageError(f"expected a Python to run in --vllm-python, found no executable file {python}")
 
 

@@ -90,6 +90,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, stand_ins: StandIns) -> None:
     on_cuda = torch.device("cuda"), torch.bfloat16
     monkeypatch.setattr("sparsekv.cli.bench_model.device_and_dtype", lambda _: on_cuda)
     monkeypatch.setattr("sparsekv.bench.originals.fetch", lambda _: ())
+    monkeypatch.setattr("sparsekv.cli.bench_own.which", str)
     monkeypatch.setattr(backends, "check_backend", lambda *_: None)
     monkeypatch.setattr(backends, "choose_backend", lambda *shape: choose_backend(*shape[:3]))
     monkeypatch.setattr("sparsekv.runtime.vllm.settings.find_spec", lambda _: True)

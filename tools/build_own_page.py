@@ -21,8 +21,10 @@ _HEAD = """# Models by their own plans
 `sparsekv bench own MODEL --vllm-python PATH -o NAME.json` plans a model by defaults, or takes `--plan`, tests the plan,
 and times dense beside it in the same process, in turn, where the plan is executed as hosts do by default: sparse where
 that is measured to be faster. "Computed" is the share of attention, as counted; behind each gain is the range over
-pairs of repeats. The session of turns is an agent's: prefix caching is on, each turn adds its tokens behind all that
-stood before. The files of this page are in `bench/results`, beside the plans that they are of.
+pairs of repeats, of turns that over turns. In transformers dense takes a prompt whole, the plan in the steps that it
+was tested with; in vLLM both take equal steps. The session of turns is an agent's: prefix caching is on, each turn adds
+its tokens behind all that stood before. The files of this page are in `bench/results`, beside the plans that they are
+of.
 """
 
 

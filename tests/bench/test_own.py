@@ -1,9 +1,11 @@
 """`bench own`: figures of a plan beside dense in a file that halves share, and what people are shown of them."""
 
 import json
+import random
 import stat
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from textwrap import dedent
 
@@ -11,6 +13,7 @@ import pytest
 from tiny_plans import drops
 
 from sparsekv.bench import own
+from sparsekv.bench.harness import program
 from sparsekv.bench.own_file import OwnFigure, OwnFile, OwnLength, OwnPlan, OwnRun, figures, result
 from sparsekv.bench.own_page import page, summary
 from sparsekv.bench.own_picture import write_picture
@@ -50,25 +53,65 @@ def empty(plan):
 # --- what people are shown --------------------------------------------------------------------------------------------
 
 
-def test_a_figure_counts_where_every_pair_of_repeats_agrees(empty):
-    empty.add(OwnFigure(name="first token", dense=(100.0, 104.0, 98.0), plan=(80.0, 82.0, 79.0), **ONCE))
-    empty.add(OwnFigure(name="token", dense=(5.0, 4.0, 5.0), plan=(4.5, 4.8, 4.4), **ONCE))
-    empty.add(OwnFigure(name="tokens/s", dense=(90.0, 91.0), plan=(80.0, 82.0), **ONCE))
+def test_a_figure_counts_where_five_pairs_of_repeats_agree_more_than_they_differ(empty):
+    empty.add(OwnFigure(name="first token", dense=(100.0, 104.0, 98.0) * 2, plan=(80.0, 82.0, 79.0) * 2, **ONCE))
+    empty.add(OwnFigure(name="token", dense=(5.0, 4.0, 5.0) * 2, plan=(4.5, 4.8, 4.4) * 2, **ONCE))
+    empty.add(OwnFigure(name="tokens/s", dense=(90.0, 91.0) * 3, plan=(80.0, 82.0) * 3, **ONCE))
+    empty.add(OwnFigure(name="session", dense=(90.0,) * 4, plan=(60.0,) * 4, **ONCE))
     assert result(empty) == (
         "faster: first token at 2k in vLLM, 1 at once 1.25x; slower: tokens/s at 2k in vLLM, 1 at once 0.90x"
     )
 
 
-def test_a_plan_that_gains_nothing_says_so_first(empty):
-    empty.add(OwnFigure(name="token", dense=(4.0, 4.1), plan=(4.0, 4.0), **ONCE))
+def test_lengths_are_told_together_where_none_says_otherwise(empty):
+    longer = ONCE | {"length": 8192}
+    for name, plan in (("first token", 50.0), ("token", 125.0)):
+        empty.add(OwnFigure(name=name, dense=(100.0,) * 5, plan=(80.0,) * 5, **ONCE))
+        empty.add(OwnFigure(name=name, dense=(100.0,) * 5, plan=(plan,) * 5, **longer))
+    assert result(empty) == "faster: first token at 2k to 8k in vLLM, 1 at once 1.58x"
+
+
+def test_noise_is_seldom_a_gain(plan):
+    source, called = random.Random(0), 0
+    for _ in range(200):
+        file = OwnFile(OwnRun.of(plan))
+        for name, many in product(("first token", "token", "tokens/s", "session"), (1, 8)):
+            times = {way: [source.lognormvariate(0.0, 0.05) for _ in range(5)] for way in ("dense", "plan")}
+            file.add(OwnFigure(name=name, **ONCE | {"at_once": many} | times))
+        called += "faster" in result(file).replace("no figure is faster", "")
+    assert called <= 20
+
+
+def test_a_plan_that_gains_nothing_says_so_first_and_one_of_few_repeats_that_it_tells_none(empty):
+    empty.add(OwnFigure(name="turn", turn=1, dense=(4.0,) * 5, plan=(2.0,) * 5, **ONCE))
+    assert result(empty) == "nothing was measured"
+    empty.add(OwnFigure(name="token", dense=(4.0,) * 4, plan=(3.0,) * 4, **ONCE))
+    assert result(empty) == "tells no gain: fewer than 5 pairs of repeats"
+    empty.add(OwnFigure(name="token", dense=(4.0, 4.1, 4.0) * 2, plan=(4.0,) * 6, **ONCE))
     assert result(empty).startswith("gains nothing")
 
 
+def test_a_share_that_was_not_counted_is_sparse_not_whole(plan):
+    (length,) = OwnPlan.of(plan.model_copy(update={"cost": None, "quality": None})).lengths
+    file = OwnFile(OwnRun.of(plan))
+    file.add(OwnPlan(status="unverified", verdict="none", lengths=(length,)))
+    assert length.prefill is None
+    assert "2k: prefill sparse, decode" in page(file)
+
+
+def test_dense_is_one_way_or_the_fastest_of_those_that_ran(empty):
+    empty.add(OwnFigure(name="token", dense=(4.0,), plan=(3.0,), **ONCE))
+    assert "Dense is vLLM 0.33.0." in page(empty)
+    facts = ONCE | {"half": "transformers", "way": "sdpa", "ways": ("sdpa", "flash")}
+    empty.add(OwnFigure(name="token", dense=(4.0,), plan=(3.0,), **facts))
+    assert "Dense is the fastest of sdpa, flash." in page(empty)
+
+
 def test_page_picture_and_the_row_of_readme_have_the_verdict_the_shares_and_failures_in_words(empty, plan, tmp_path):
-    empty.add(OwnFigure(name="first token", share=0.25, dense=(100.0,), plan=(80.0,), **ONCE))
+    empty.add(OwnFigure(name="first token", share=0.25, dense=(100.0,) * 5, plan=(80.0,) * 5, **ONCE))
     empty.add(OwnFigure(name="token", failed="out of memory", **ONCE))
     turns = ((1, 1024, 1024), (2, 1400, 256), (3, 1700, 256))
-    empty.add(OwnFigure(name="session", turn=3, dense=(90.0,), plan=(60.0,), **ONCE))
+    empty.add(OwnFigure(name="session", turn=3, dense=(90.0,) * 5, plan=(60.0,) * 5, **ONCE))
     for turn, length, new in turns:
         facts = ONCE | {"length": length, "turn": turn, "new": new}
         empty.add(OwnFigure(name="turn", dense=(30.0,), plan=(20.0 if turn < 3 else 15.0,), **facts))
@@ -93,7 +136,7 @@ def test_page_picture_and_the_row_of_readme_have_the_verdict_the_shares_and_fail
 
 
 def test_a_report_shows_the_figures_of_its_own_plan_alone(empty, plan, sparsekv, tmp_path):
-    empty.add(OwnFigure(name="first token", share=0.25, dense=(100.0,), plan=(80.0,), **ONCE))
+    empty.add(OwnFigure(name="first token", share=0.25, dense=(100.0,) * 5, plan=(80.0,) * 5, **ONCE))
     empty.write(tmp_path / "own.json")
     done = sparsekv("report", tmp_path / "plan.yaml", tmp_path / "own.json", "-o", tmp_path / "page.html")
     assert done.code == 0, done.err
@@ -136,9 +179,9 @@ def test_a_shape_takes_the_share_of_plans_that_reach_its_length_and_names_them(p
     middle = share_at(2048, tmp_path)
     assert middle.prefill == pytest.approx((0.2 * 0.8) ** 0.5, abs=1e-4)
     assert (middle.words, middle.families) == ("of the plans, their mean, of a and b at 2k", ("vertical_slash",))
-    assert (middle.decode, middle.verdicts) == (0.5, "b: none")
-    assert share_at(1024, tmp_path).prefill == pytest.approx(0.4)
-    assert share_at(1024, tmp_path).words == "of the plan of a at 1k"
+    assert (middle.decode, middle.verdicts) == (pytest.approx(0.5**0.5, abs=1e-4), "a: none; b: none")
+    assert share_at(1024, tmp_path).prefill == pytest.approx(0.4**0.5, abs=1e-4), "b is dense there"
+    assert share_at(1448, tmp_path).words == "of the plan of a at 1448"
     beyond = share_at(131072, tmp_path)
     assert beyond.prefill == density_for(131072)
     assert "no plan of a real model" in beyond.words
@@ -168,7 +211,7 @@ ELSEWHERE = """
         for load in request["prompts"][:1]:
             for name in ("first token", "token", "tokens/s"):
                 own = {"half": "vllm", "name": name, "length": load["length"], "at_once": len(load["prompts"])}
-                print(json.dumps(own | {"dense": [2.0], "plan": [1.0]}), file=out)
+                print(json.dumps(own | {"dense": [2.0] * 5, "plan": [1.0] * 5}), file=out)
     print("a library is missing", file=sys.stderr)
     raise SystemExit(3)
 """
@@ -198,6 +241,8 @@ def test_halves_join_in_the_file_and_nothing_is_measured_twice(
         assert not figure.failed
         assert len(figure.dense) == len(figure.plan) == 2
         assert 0 < figure.share < 1
+        assert figure.way in figure.ways
+        assert program() in figure.host
     before = read
     done = asked(command, OwnFlags, **call, vllm_python=elsewhere)
     assert done.code == 0, done.err
