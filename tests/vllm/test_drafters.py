@@ -23,7 +23,7 @@ from sparsekv.runtime.vllm.internals import layers_so_far
 Prompts = dict[int, list[int]]
 NGRAM = by_look_up(3)
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
-NEW = 24  # tokens of an answer
+NEW = 16  # tokens of an answer
 
 
 def engine(folder: str, options: dict[str, Any], **settings: Any) -> Any:

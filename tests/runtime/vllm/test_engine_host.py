@@ -21,6 +21,7 @@ from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import Offload
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.model_config import files_fingerprint
+from sparsekv.runtime.paged.captured_prefill import memory_of
 from sparsekv.runtime.vllm.engine_host import EngineHost, EngineModel, start_host
 from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions
 
@@ -53,7 +54,7 @@ def test_a_plan_starts_with_scratch_for_the_longest_request_and_both_phases(
     assert start(model, plan, tmp_path, decode=False).decode is None
     assert host.is_sparse(Chunk.uniform(1, 0, 1024))
     group = plan.model.attention[0]
-    assert host.scratch.bytes == 2 * 1024 * group.kv_heads * group.head_dim * 4
+    assert host.scratch.bytes == 2 * memory_of(1024) * group.kv_heads * group.head_dim * 4
 
 
 def test_offload_is_ignored_with_one_line(model: Any, plan: Plan, tmp_path: Path) -> None:
