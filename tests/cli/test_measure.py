@@ -219,7 +219,7 @@ def call_on(command: str, model: Path, plan: Path) -> tuple[object, ...]:
     [
         (None, "other weights"),
         ("sha256-all:" + "0" * 64, "a float32 checkpoint in float16"),
-        ("sha256:" + "0" * 64, "the older one"),
+        ("sha256:" + "0" * 64, "a fingerprint of another kind"),
     ],
 )
 def test_a_plan_that_does_not_say_its_weights_is_never_written_as_verified(sparsekv, copy, weights, said):

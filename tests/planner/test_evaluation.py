@@ -335,10 +335,10 @@ def test_a_plan_of_full_density_scores_as_dense_does(loaded: LoadedModel, kit: K
                 for o in found[DENSE].tasks[name].dense
                 for n in [o.scored - (phase == "decode")]
             )
-    assert found["prefill"].prefill_density == pytest.approx(1.0)
-    assert found["prefill"].decode_share == 1.0
+    assert found["prefill"].spent.density == pytest.approx(1.0)
+    assert found["prefill"].spent.read == 1.0
     assert found[DENSE].tasks["kv_retrieval"].dense == found[DENSE].tasks["kv_retrieval"].sparse
-    assert found[DENSE].prefill_density == 1.0
+    assert found[DENSE].spent.density == 1.0
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

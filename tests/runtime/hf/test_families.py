@@ -86,8 +86,8 @@ def test_local_layers_are_never_filters_and_windows_beyond_the_context_are_none(
         (0, 1, 3, 4): ("sliding", 24),
         (2, 5): ("full", None),
     }
-    with pytest.raises(UnsupportedError):
-        apply(model, plan_for(model, None, decode_plan(segment(0, (2,), 9))))
+    with pytest.raises(ValueError, match="expected a filter layer with full attention, found layer 0"):
+        plan_for(model, None, decode_plan(segment(0, (2,), 9)))
     assert describe_model(tiny_model("phi3", sliding_window=4096)).full_layers == (0, 1, 2)
 
 
