@@ -92,6 +92,7 @@ def test_a_captured_call_has_the_index_and_the_output_of_its_chunk(patterns, pas
     torch.testing.assert_close(out[:, :, :rows], expected, rtol=1e-4, atol=1e-5)
 
 
+@settings(deadline=None)
 @given(
     length=st.integers(1, 40_000),
     shares=st.lists(st.tuples(budgets, budgets, budgets), min_size=1, max_size=5),
