@@ -83,7 +83,11 @@ def _groups(info: ModelInfo, patterns: Sequence[Pattern]) -> tuple[HeadGroup, ..
 
 
 def dummy_plan(
-    info: ModelInfo, lengths: Sequence[int], densities: Sequence[float], tile: TileShape
+    info: ModelInfo,
+    lengths: Sequence[int],
+    densities: Sequence[float],
+    tile: TileShape,
+    families: Sequence[str] = FAMILIES,
 ) -> tuple[Plan, str]:
     """A plan made by hand that has these densities with vLLM's dummy weights; and in words.
 
@@ -94,21 +98,23 @@ def dummy_plan(
         densities: one for all lengths, or one for each.
     """
     each = tuple(densities) * len(lengths) if len(densities) == 1 else tuple(densities)
-    asked = tuple(map(partial(_asked, tile=tile), lengths, each)) if len(each) == len(lengths) else each
-    plan, _ = hand_plan(info, lengths, asked, tile)
+    sized = partial(_asked, tile=tile, families=families)
+    asked = tuple(map(sized, lengths, each)) if len(each) == len(lengths) else each
+    plan, _ = hand_plan(info, lengths, asked, tile, families)
     shares = ", ".join(f"{share:g}" for _, share in sorted(zip(lengths, each, strict=True)))
-    words = f"made by hand: {' and '.join(FAMILIES)} in turn, sized for a density of {shares} with equal scores"
+    in_turn = f"{' and '.join(families)}{' in turn' if len(families) > 1 else ''}"
+    words = f"made by hand: {in_turn}, sized for a density of {shares} with equal scores"
     return plan, f"{words}, {tile.key} tiles"
 
 
-def _asked(length: int, share: float, tile: TileShape) -> float:
+def _asked(length: int, share: float, tile: TileShape, families: Sequence[str]) -> float:
     """The density to size patterns for so that equal scores give `share`."""
     generator, shape = torch.Generator().manual_seed(0), (1, 2, length, 16)
     q_BHSD, k_BGSD = (1e-4 * torch.randn(shape, generator=generator) for _ in range(2))
     chunk, least, most = Chunk.uniform(1, 0, length), 0.0, share
     for _ in range(7):
         middle = (least + most) / 2
-        patterns = tuple(diffuse_pattern(family, length, middle, tile) for family in FAMILIES)
+        patterns = tuple(diffuse_pattern(family, length, middle, tile) for family in families)
         index = build_index(patterns, q_BHSD, k_BGSD, chunk, tile, scale=0.25, window=None, builder="torch")
         least, most = (middle, most) if density(index, chunk) < share else (least, middle)
     return most

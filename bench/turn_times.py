@@ -274,7 +274,8 @@ def _data(one: TurnParts) -> dict[str, Any]:
 
 
 def _hand_plan(model: ServedModel, longest: int, density: float) -> Plan:
-    plan, _ = dummy_plan(model.info, [longest], [density], TileShape())
+    # Of the family that plans emit: others are in no graph.
+    plan, _ = dummy_plan(model.info, [longest], [density], TileShape(), ("vertical_slash",))
     return dense_up_to(plan, min(8192, longest // 4))
 
 
