@@ -42,7 +42,7 @@ _LAST = 3  # lines of a log that tell why a process ended
 
 @dataclass(frozen=True, slots=True)
 class OwnBench:
-    """How much is measured.
+    """Repeats, requests and turns of a measurement.
 
     Attributes:
         answer: tokens, of requests to vLLM.

@@ -105,12 +105,12 @@ class OwnFigure(RunRecord):
 
     @property
     def medians(self) -> tuple[float, float] | None:
-        """Of dense and of the plan."""
+        """The medians of dense and of the plan over the repeats."""
         return (median(self.dense), median(self.plan)) if self.dense and self.plan else None
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """How many times faster the plan was, a repeat each."""
+        """Speed of the plan over that of dense, one of each pair of repeats."""
         pairs = zip(self.dense, self.plan, strict=False)
         return tuple(plan / dense if self.name == "tokens/s" else dense / plan for dense, plan in pairs)
 

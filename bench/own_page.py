@@ -1,4 +1,4 @@
-"""What `bench own` found, as Markdown: the result first, then a table by half, then the machine."""
+"""A file of `bench own` as Markdown: the result first, then a table by half, then the machine."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ class _Client:
         return request
 
     def step(self) -> bool:
-        """Whether there was a request to compute a step of."""
+        """Computes a step of the requests; False where there are none."""
         if not self._requests:
             return False
         outputs, now = self._engine.step(), time.perf_counter()

@@ -26,6 +26,7 @@ was tested with; in vLLM both take equal steps. The session of turns is an agent
 its tokens behind all that stood before. The files of this page are in `bench/results`, beside the plans that they are
 of.
 """
+_NONE = "No model was measured by this command on a GPU yet.\n"
 
 
 def files() -> dict[str, OwnFile]:
@@ -45,7 +46,8 @@ def readme(text: str, found: Sequence[OwnFile]) -> str:
 def pages(found: dict[str, OwnFile]) -> str:
     """Returns the page of all files, one after the other."""
     parts = (page(file, f"../pictures/own-{name}.svg") for name, file in found.items())
-    return wrapped("\n".join((_HEAD, *(re.sub("^#", "##", part, flags=re.MULTILINE) for part in parts))))
+    told = [re.sub("^#", "##", part, flags=re.MULTILINE) for part in parts] or [_NONE]
+    return wrapped("\n".join((_HEAD, *told)))
 
 
 if __name__ == "__main__":

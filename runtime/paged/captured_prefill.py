@@ -172,7 +172,7 @@ class CapturedPrefill:
     ) -> None:
         """Compiles what graphs launch, for every number of sampled queries, by a chunk without tokens."""
         if pages[0].shape[2] * len(self._table_P) < self._most_keys:
-            self._stop(f"pages of {pages[0].shape[2]} tokens")
+            self._stop(f"expected pages of 16 tokens or more, found {pages[0].shape[2]}")
             return
         rows = min(_SMALLEST, self._rows)
         keys = min(rows + _TILE - 1, self._most_keys)
@@ -189,7 +189,8 @@ class CapturedPrefill:
 
     def _stop(self, reason: str) -> None:
         self.failed = reason
-        warnings.warn(f"sparse chunks that are no graphs yet are launched: {reason}", BackendWarning, stacklevel=3)
+        said = f"no further chunk runs as a graph ({reason}): launches take the program longer, results stay"
+        warnings.warn(said, BackendWarning, stacklevel=3)
 
     def attend(
         self, name: object, layer: LayerProgram, q_THD: torch.Tensor, pages: Pages, table_P: torch.Tensor, chunk: Chunk,
@@ -321,5 +322,5 @@ def _rounded_samples(most: int) -> tuple[int, ...]:
 
 
 def memory_of(longest: int) -> int:
-    """Tokens that graphs for requests of so many tokens hold: whole tiles, and a tile but one."""
+    """Tokens of the keys of a graph for the longest request: its tiles, and one token less than another."""
     return -(-longest // _TILE) * _TILE + _TILE - 1
