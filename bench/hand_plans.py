@@ -33,8 +33,9 @@ from sparsekv.plans.phases import (
     Selector,
     followers,
 )
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.schema import Cost, LayerCounts, Plan, Prediction
 from sparsekv.plans.types import MAX_ID, format_ids
+from sparsekv.runtime.core.timed_layers import HeadShares, head_shares
 
 FAMILIES = ("vertical_slash", "a_shape")
 _WHOLE, _OBSERVE = 3, 256  # layers that drop nothing, and the queries that others choose by
@@ -109,8 +110,7 @@ def dummy_plan(
 
 def _asked(length: int, share: float, tile: TileShape, families: Sequence[str]) -> float:
     """The density to size patterns for so that equal scores give `share`."""
-    generator, shape = torch.Generator().manual_seed(0), (1, 2, length, 16)
-    q_BHSD, k_BGSD = (1e-4 * torch.randn(shape, generator=generator) for _ in range(2))
+    q_BHSD, k_BGSD = _equal_scores(length, len(families))
     chunk, least, most = Chunk.uniform(1, 0, length), 0.0, share
     for _ in range(7):
         middle = (least + most) / 2
@@ -118,6 +118,33 @@ def _asked(length: int, share: float, tile: TileShape, families: Sequence[str]) 
         index = build_index(patterns, q_BHSD, k_BGSD, chunk, tile, scale=0.25, window=None, builder="torch")
         least, most = (middle, most) if density(index, chunk) < share else (least, middle)
     return most
+
+
+def _equal_scores(length: int, heads: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [1e-4 * torch.randn((1, heads, length, 16), generator=generator) for _ in range(2)]
+
+
+def counted_plan(plan: Plan, lengths: Sequence[int]) -> Plan:
+    """A plan of `dummy_plan` with the tiles and columns that equal scores give, as a planner counts them."""
+    assert plan.prefill is not None, "plans made by hand have a prefill phase"
+    tile, counted = plan.prefill.tile, []
+    for length in lengths:
+        groups = plan.prefill.bucket(length).heads
+        patterns = tuple(dict.fromkeys(group.pattern for group in groups))
+        q_BHSD, k_BGSD, chunk = *_equal_scores(length, len(patterns)), Chunk.uniform(1, 0, length)
+        index = build_index(patterns, q_BHSD, k_BGSD, chunk, tile, scale=0.25, window=None, builder="torch")
+        shares = dict(zip(patterns, head_shares(index, chunk), strict=True))
+        by_layer: dict[int, dict[int, HeadShares]] = {}
+        for group in groups:
+            by_layer.setdefault(group.layer, {}).update(dict.fromkeys(group.heads, shares[group.pattern]))
+        counts = tuple(
+            LayerCounts(layer=layer, tiles=tiles, columns=singles)
+            for layer, heads in by_layer.items()
+            for tiles, singles in [zip(*(heads[head] for head in sorted(heads)), strict=True)]
+        )
+        counted.append(Prediction(length=length, computed=counts))
+    return plan.model_copy(update={"cost": Cost(device="none", backend="triton", lengths=tuple(counted))})
 
 
 def dense_up_to(plan: Plan, length: int) -> Plan:

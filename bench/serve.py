@@ -94,6 +94,7 @@ class ServeBench:
         cache_bytes: of keys and values, of each engine; None takes what the device has left.
         drafted: tokens that a look-up (ngram) drafts at a time; 0 without. Beside random weights all are accepted.
         prefix_caching: whether prompts find the pages of equal beginnings.
+        share: of the device, of each engine; None gives each half of it, or all.
     """
 
     loads: tuple[Load, ...]
@@ -109,6 +110,7 @@ class ServeBench:
     kv_dtype: KVDtype = "auto"
     drafted: int = 0
     prefix_caching: bool = False
+    share: float | None = None
 
     @property
     def longest(self) -> int:
@@ -127,7 +129,7 @@ class ServeBench:
             "tensor_parallel_size": self.ranks,
             "kv_cache_dtype": self.kv_dtype,
         }
-        share = ALONE if self.alone else BESIDE
+        share = self.share or (ALONE if self.alone else BESIDE)
         on_device = {"gpu_memory_utilization": share} if self.device.type == "cuda" else {}
         drafter = {"speculative_config": by_look_up(self.drafted)} if self.drafted else {}
         return own | on_device | drafter | ({"kv_cache_memory_bytes": self.cache_bytes} if self.cache_bytes else {})
@@ -326,14 +328,15 @@ def noting(found: Noted) -> Iterator[None]:
 
 @contextmanager
 def served_engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator[Any]:
+    """An engine: DENSE or never, without the plan; SPARSE or auto, where it pays here; always."""
     settings = bench.engine | ({"load_format": "dummy"} if model.random else {})
     if model.random and bench.drafted:
         settings |= {"speculative_config": by_look_up(bench.drafted) | _all_accepted(bench.drafted)}
     own: dict[str, Any] = {"dense": True}
     with tempfile.TemporaryDirectory() as folder:
-        if way == SPARSE:
+        if way not in (DENSE, "never"):
             write_plan(plan, path := Path(folder) / "sparsekv.yaml")
-            own = {"plan": str(path), "backend": bench.backend}
+            own = {"plan": str(path), "backend": bench.backend, "sparse": "auto" if way == SPARSE else way}
             settings |= asking_for_ours()
         yield make_engine(model.folder, **settings, additional_config={"sparsekv": own})
 

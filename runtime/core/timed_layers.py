@@ -228,7 +228,7 @@ class TimedLayers(ABC):
         nearest: list[tuple[float, Pattern]] = [(math.inf, pattern) for pattern in patterns]
         for _ in range(_SCALINGS if wanted_H else 0):
             index = build_index(patterns, q_BHTD, k_BGKD, chunk, layer.tile, scale=scale)
-            heads = list(zip(patterns, wanted_H, _shares(index, chunk), strict=True))
+            heads = list(zip(patterns, wanted_H, head_shares(index, chunk), strict=True))
             apart = [(_apart(*head), head[0]) for head in heads]
             nearest = [min(pair, key=itemgetter(0)) for pair in zip(nearest, apart, strict=True)]
             lines = sum(sum(wanted) for pattern, wanted, _ in heads if isinstance(pattern, VerticalSlash))
@@ -296,7 +296,7 @@ def _typical(layers: Sequence[LayerProgram], longest: int) -> LayerProgram | Non
     return sparse[len(sparse) // 2] if sparse else None
 
 
-def _shares(index: TileIndex, chunk: Chunk) -> list[HeadShares]:
+def head_shares(index: TileIndex, chunk: Chunk) -> list[HeadShares]:
     tiles_H, causal = index.counts_BHT[0].sum(1).double(), chunk.causal_tiles(index.tile)
     columns_H = computed_tiles(index)[0] - tiles_H
     return list(zip((tiles_H / causal).tolist(), (columns_H / causal).tolist(), strict=True))
