@@ -32,6 +32,7 @@ from sparsekv.plans.files import load_plan
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import columns, format_length, parse_length
+from sparsekv.runtime.paged.metrics import ServingStats
 from sparsekv.runtime.settings import preset_vllm
 
 WAYS = ("auto", "always", "never")
@@ -124,7 +125,7 @@ def _time(
     from sparsekv.runtime.vllm.engine_host import serving_stats
 
     seconds: dict[str, list[float]] = {way: [] for way in engines}
-    before = None
+    before: ServingStats | None = None
     for number in range(_WARM_UPS + repeats):
         prompts = [past[: len(past) - cell.rows] + _tokens(source, cell.rows, words) for past in pasts]
         if number == _WARM_UPS:
@@ -134,6 +135,7 @@ def _time(
             taken = max(served.first_seconds) if cell.rows else statistics.median(served.token_seconds)
             if number >= _WARM_UPS:
                 seconds[way].append(taken)
+    assert before is not None, "at least one repeat"
     counted = serving_stats(engines["auto"]).since(before)
     return Timed(cell, seconds, bool(counted.sparse_tokens if cell.rows else counted.decode_sparse))
 
