@@ -154,10 +154,10 @@ class ObservedPrompt:
         return self._by_rule(layer, Eviction(layers=(layer,), keep=keep, sink=0, generated=1, **own))
 
     def _by_rule(self, layer: int, rule: Eviction) -> torch.Tensor:
-        k_BGSD, _ = self.keys_values(layer)
+        k_BGSD, v_BGSD = self.keys_values(layer)
         newest = self.seen.newest[layer].before(None, rule.observe or 0)
         backend = "triton" if k_BGSD.is_cuda else "reference"
-        kept_BgK = rows_to_cache(rule, self.past, newest, k_BGSD, backend=backend)
+        kept_BgK = rows_to_cache(rule, self.past, newest, k_BGSD, v_BGSD, layer=layer, backend=backend)
         if kept_BgK is None:
             return k_BGSD.new_ones((len(k_BGSD), 1, self.past), dtype=torch.bool)
         mask_BgS = k_BGSD.new_zeros((*kept_BgK.shape[:2], self.past), dtype=torch.bool)

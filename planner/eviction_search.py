@@ -267,10 +267,11 @@ class EvictionTrials(DecodeTrials):
     def cached(self, prefix: Prefix, layer: int, rule: Eviction) -> torch.Tensor:
         """bool [g, S]: the tokens that a rule caches of the prompt that was observed last."""
         store: Any = prefix.cache.layers[layer].store  # type: ignore[union-attr]
-        k_1GSD: torch.Tensor = store.tensors[0][:, :, : prefix.past]
+        cached: tuple[torch.Tensor, ...] = store.tensors
+        k_1GSD, v_1GSD = (x_1GSD[:, :, : prefix.past] for x_1GSD in cached)
         backend = "triton" if k_1GSD.is_cuda else "reference"
         newest = self._observed[layer].before(None, rule.observe or 0)
-        cached_1gK = rows_to_cache(rule, prefix.past, newest, k_1GSD, backend=backend)
+        cached_1gK = rows_to_cache(rule, prefix.past, newest, k_1GSD, v_1GSD, layer=layer, backend=backend)
         if cached_1gK is None:
             return k_1GSD.new_ones((1, prefix.past), dtype=torch.bool)
         mask_gS = k_1GSD.new_zeros((cached_1gK.shape[1], prefix.past), dtype=torch.bool)

@@ -25,6 +25,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from sparsekv.plans.types import ExactInt, Part, Share
 
+MethodName = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
 Tokens = Annotated[int, Field(strict=True, ge=0, le=1 << 40)]
 
 
@@ -342,8 +343,27 @@ class BlockSparse(PatternFamily):
         return tuple(cls(keep=tokens(max(least, length // part))) for least, part in ((256, 16), (512, 4)))
 
 
+class Registered(PatternFamily):
+    """Tiles by a prefill rule from outside, under the name that it is registered by (kernels/methods.py).
+
+    `budget` is a share of the causal tiles for a rule that scores tiles, or the rule's own parameter.
+    """
+
+    pattern: Literal["registered"] = "registered"
+    name: MethodName
+    budget: Budget
+    growing: ClassVar[tuple[str, ...]] = ("budget",)
+
+    def tile_tokens(self, length: int) -> int:
+        """A row may have all tiles."""
+        return length
+
+    def most_columns(self, length: int) -> int:
+        return length
+
+
 Pattern = Annotated[
-    Dense | AShape | VerticalSlash | BlockSparse,
+    Dense | AShape | VerticalSlash | BlockSparse | Registered,
     Field(discriminator="pattern"),
 ]
 PATTERNS: Mapping[str, type[Pattern]] = {

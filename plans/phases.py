@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from sparsekv.plans.patterns import Budget, Dense, Pattern, TileShape
+from sparsekv.plans.patterns import Budget, Dense, MethodName, Pattern, Registered, TileShape
 from sparsekv.plans.types import (
     MAX_LENGTH,
     Count,
@@ -165,6 +165,12 @@ class PrefillPlan(Part):
         found = bucket_of(self.lengths, length)
         named = None if found.same_as is None else self._named(found.same_as)
         return found if named is None else named
+
+    @property
+    def rules(self) -> frozenset[str]:
+        """Names of the prefill rules from outside."""
+        patterns = (group.pattern for bucket in self.lengths for group in bucket.heads)
+        return frozenset(pattern.name for pattern in patterns if isinstance(pattern, Registered))
 
     def skips_at(self, length: int) -> bool:
         """True where budgets of some head leave tiles out there, whatever the prompt."""
@@ -404,8 +410,7 @@ def _check_shared(buckets: Sequence[DecodeBucket]) -> None:
         raise FieldError(message, "lengths", other, "segments")
 
 
-ScoreName = Literal["attention_sum"]
-"""Scores by which a layer chooses what it evicts; `runtime/core/select.py` has a function of each name."""
+BUILT_IN_SCORE = "attention_sum"
 
 _RULE = ("sink", "recent", "generated", "score", "observe", "heads")
 
@@ -414,9 +419,10 @@ class Eviction(Part):
     """Says which tokens some layers keep of a prompt once it is complete: all, or a few, which is lossy.
 
     Of `n` cached tokens a layer keeps the first `sink`, the last `recent`, and between them the `keep` with the highest
-    score; of the tokens generated behind them the newest `generated`. The score is the attention of the prompt's last
-    `observe` queries, summed over neighbouring tokens and the query heads of a KV head; `heads: max` makes one choice
-    for all KV heads, `per_kv_head` one each. A fraction is of all tokens so far, evicted ones included.
+    score; of the tokens generated behind them the newest `generated`. The score `attention_sum` is the attention of the
+    prompt's last `observe` queries, summed over neighbouring tokens and the query heads of a KV head; another one is a
+    method from outside (kernels/methods.py). `heads: max` makes one choice for all KV heads, `per_kv_head` one each. A
+    fraction is of all tokens so far, evicted ones included.
     """
 
     layers: LayerSet
@@ -424,7 +430,7 @@ class Eviction(Part):
     sink: Natural | None = None
     recent: Natural | None = None
     generated: Positive | None = None
-    score: ScoreName | None = None
+    score: MethodName | None = None
     observe: Positive | None = None
     heads: Literal["max", "per_kv_head"] | None = None
 
@@ -443,6 +449,10 @@ class Eviction(Part):
     @property
     def is_lossy(self) -> bool:
         return self.keep != "all"
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.score in (None, BUILT_IN_SCORE)
 
     def chosen_tokens(self, length: int) -> int:
         """The number of tokens chosen by score in a context of `length`, where there are as many."""

@@ -12,6 +12,7 @@ from functools import cache
 
 import torch
 
+from sparsekv.kernels.methods import EvictionScore, Method, PrefillRule, registry
 from sparsekv.plans.errors import PlanWarning, UnsupportedError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import Segment
@@ -31,6 +32,7 @@ class Host:
     evicts: bool = True
     mixed_caches: bool = True  # they may beside layers whose caches have another shape
     drafts: bool = False  # decode drafts only, and the output is that of dense attention (exact output)
+    is_engine: bool = False  # methods from outside run where they say so
     ranks: int = 1  # of tensor parallelism: each has some heads of every layer
     obstacles: tuple[str, ...] = ()  # a sentence for each of its own settings that stands in the way of the plan
     way_out: str = "Make a plan without it."
@@ -48,7 +50,7 @@ def check_plan(
 def refuse(plan: Plan, model: ModelInfo, host: Host) -> None:
     """Raises UnsupportedError with a sentence for everything in a plan that a host cannot run on a model."""
     refused = [*unsupported(plan), *_beyond(plan, model, host), *_across_ranks(plan, model, host.ranks)]
-    refused += host.obstacles
+    refused += [*_from_outside(plan, host), *host.obstacles]
     if refused:
         listed = "\n".join(f"  {line}" for line in refused)
         raise UnsupportedError(f"expected a plan that {host.name} executes in full, found:\n{listed}\n{host.way_out}")
@@ -79,6 +81,20 @@ def _beyond(plan: Plan, model: ModelInfo, host: Host) -> Iterator[str]:
         "back": host.drafts and linear,
     }
     return (sentence for sentence, holds in sentences.items() if holds)
+
+
+def _from_outside(plan: Plan, host: Host) -> Iterator[str]:
+    scores = {rule.score or "" for rule in plan.evicting.values() if not rule.is_built_in}
+    named: dict[type[Method], frozenset[str] | set[str]] = {EvictionScore: scores}
+    named[PrefillRule] = plan.prefill.rules if plan.prefill else frozenset()
+    for kind, name in ((kind, name) for kind, names in named.items() for name in sorted(names)):
+        method, what = registry().get(name), f"the {kind.__name__} {name}"
+        if not isinstance(method, kind):
+            yield f"{what}, which nobody registered here: install its package, or name its file with --methods FILE.py"
+        elif isinstance(method, EvictionScore) and (method.needs_statistics or method.shares_budget):
+            yield f"{what}, of which `sparsekv compare` alone has the statistics or the masks: use another score"
+        elif host.is_engine and not method.engines:
+            yield f"{what}, which does not say that it runs in engines (`engines = True`)"
 
 
 def _across_ranks(plan: Plan, model: ModelInfo, ranks: int) -> Iterator[str]:

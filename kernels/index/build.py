@@ -31,10 +31,11 @@ from sparsekv.kernels.index.layout import (
     empty_tiles,
     spread,
 )
+from sparsekv.kernels.index.registered import index_registered
 from sparsekv.kernels.index.vertical_slash import index_vertical_slash, score_lines
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, WORD, Chunk, TileIndex, check_chunk, check_heads
 from sparsekv.plans.errors import BackendError, ShapeError, UnsupportedError
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, Pattern, Registered, TileShape, VerticalSlash
 
 BuilderName = Literal["auto", "torch", "triton"]
 
@@ -69,6 +70,7 @@ BUILDERS: Mapping[type[Pattern], IndexBuilder] = {
     AShape: IndexBuilder(index_a_shape),
     VerticalSlash: IndexBuilder(index_vertical_slash, "sparsekv.kernels.index.triton.vertical_slash"),
     BlockSparse: IndexBuilder(index_block_sparse, "sparsekv.kernels.index.triton.block_sparse"),
+    Registered: IndexBuilder(index_registered),
 }
 
 
@@ -84,6 +86,7 @@ def build_index(
     lines: Mapping[int, LineScores] | None = None,
     builder: BuilderName = "auto",
     cap: float = 0.0,
+    layer: int = 0,
 ) -> TileIndex:
     """The tiles and single columns that each head computes.
 
@@ -99,6 +102,7 @@ def build_index(
             chooses. All give the same index, up to the rounding of scores that are nearly equal.
         cap: soft cap of the layer's scores, of single keys: pooled ones (block sparse) have none. Torch
             builds under one.
+        layer: number of the layer, which rules from outside are told.
 
     Returns:
         An index of its own, but for dense_H, which is shared by layers with the same dense heads and must not be
@@ -111,7 +115,7 @@ def build_index(
     """
     groups = groups_of(tuple(patterns))
     _check(groups, len(patterns), q_BHSD, k_BGKD, chunk, tile, window)
-    call = IndexCall.of(q_BHSD, k_BGKD, chunk, tile, scale, window, lines, cap)
+    call = IndexCall.of(q_BHSD, k_BGKD, chunk, tile, scale, window, lines, cap, layer)
     on_gpu = not cap and _by_triton(builder, q_BHSD.device)
     dense = next((group.heads for group in groups if group.kind is Dense), ())
     parts = [_build_part(group, call, on_gpu) for group in groups]

@@ -169,6 +169,7 @@ class IndexCall:
     scale: float
     lines: Mapping[int, LineScores] | None  # of all heads, by last_q, where the caller has scored them already
     cap: float  # soft cap of the scores of single keys; pooled ones (block sparse) are estimates without it
+    layer: int
 
     @classmethod
     def of(
@@ -181,10 +182,11 @@ class IndexCall:
         window: int | None,
         lines: Mapping[int, LineScores] | None = None,
         cap: float = 0.0,
+        layer: int = 0,
     ) -> IndexCall:
         B, H, S, D = q_BHSD.shape
         layout = IndexLayout(chunk, tile, window, B, H, k_BGKD.shape[1], S, D, q_BHSD.dtype, q_BHSD.device)
-        return cls(layout, q_BHSD, k_BGKD, scale, lines, cap)
+        return cls(layout, q_BHSD, k_BGKD, scale, lines, cap, layer)
 
     def known_lines(self, group: FamilyHeads) -> LineScores | None:
         """The caller's scores for vertical-slash heads; None where it has none for what they sample."""

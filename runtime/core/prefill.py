@@ -80,8 +80,18 @@ def _attend(
         meter.add_dense_prefill(causal)
         return _attend_dense(layer, q_BHSD, k_BGKD, v_BGKD, chunk, scale, fallback)
     patterns = patterns or (Dense(),) * layer.heads  # dense kernels know no other softmax
+    softmax = keys.softmax
     build = partial(
-        build_index, patterns, q_BHSD, k_BGKD, chunk, layer.tile, scale=scale, window=window, cap=keys.softmax.cap
+        build_index,
+        patterns,
+        q_BHSD,
+        k_BGKD,
+        chunk,
+        layer.tile,
+        scale=scale,
+        window=window,
+        cap=softmax.cap,
+        layer=layer.layer,
     )
 
     def build_and_count(builder: BuilderName) -> tuple[TileIndex, torch.Tensor]:
@@ -91,7 +101,7 @@ def _attend(
     index, spent_BH = fallback.build(build_and_count, q_BHSD.device)
     meter.add_sparse_prefill(spent_BH, causal)
     attend = partial(
-        prefill_attention, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, softmax=keys.softmax
+        prefill_attention, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, softmax=softmax
     )
     return fallback.run(lambda backend: attend(backend=backend), q_BHSD, layer.tile).out_BHSD
 

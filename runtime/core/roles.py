@@ -311,12 +311,13 @@ class Evicting(Role):
         if not evicting.prompt_tokens:
             return evicting.resume()
         assert observed is not None, "a prompt that was prefilled elsewhere is refused"
-        k_BGSD = evicting.tensors[0][:, :, : evicting.rows]
+        k_BGSD, v_BGSD = (x_BGSD[:, :, : evicting.rows] for x_BGSD in evicting.tensors)
         if scales is not None:
             k_BGSD = scaled(k_BGSD, scales.k_G, scales.dtype)
+            v_BGSD = v_BGSD if self.rule.is_built_in else scaled(v_BGSD, scales.v_G, scales.dtype)
 
         def call(backend: str) -> torch.Tensor | None:
-            return rows_to_cache(self.rule, evicting.length, observed, k_BGSD, backend=backend)
+            return rows_to_cache(self.rule, evicting.length, observed, k_BGSD, v_BGSD, layer=layer, backend=backend)
 
         return evicting.evict(attempt(call, k_BGSD.device))
 

@@ -1,6 +1,5 @@
 """Decides which tokens the layers of a segment attend to: the filter layer's choice (OmniKV, ICLR 2025, context
-selector); and which tokens of a complete prompt a layer evicts: those with the lowest scores. A plan's `score` names
-the scoring function: a new one is a function here, its name in `SCORES` and in the schema, and a row of its test.
+selector); and which tokens of a complete prompt a layer evicts: those with the lowest scores, by the plan's `score`.
 
 Softmax over the keys for each query of an observation window, maximum over heads, weighted sum over the window, top-k
 among the tokens between sinks and recent ones.
@@ -11,15 +10,17 @@ that stay cached; g is 1 (`heads: max`) or G.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from sparsekv.kernels.decode.selection import Scoring, Selection, choose
 from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.methods import EvictionScore, Layer, method_of
 from sparsekv.kernels.scores import observed_attention, token_scores
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.phases import Eviction
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState, Observed, Step
@@ -127,33 +128,26 @@ def selected_for(
     return Selection(chosen_BGN, selection.counts_B, selection.sink, selection.recent)
 
 
-class EvictionScore(Protocol):
-    """Scores the tokens of a complete prompt."""
-
-    def __call__(self, observed: Observed, k_BGSD: torch.Tensor, *, together: bool, backend: str) -> torch.Tensor:
-        """float32 [B, g, S], higher for tokens that should stay cached.
-
-        Args:
-            observed: the last queries of the prompt, which end where the keys do, no more of them than keys.
-            k_BGSD: keys of all tokens in memory.
-            together: the most of all KV heads; g is 1 then, else G.
-            backend: of decode; "reference" is torch on any device.
-        """
-
-
-def attention_sum(observed: Observed, k_BGSD: torch.Tensor, *, together: bool, backend: str) -> torch.Tensor:
-    """The attention of the observed queries, summed over neighbouring tokens and query heads (SnapKV, 2024)."""
-    return observed_attention(
-        observed.q_BHWD, k_BGSD, scale=observed.scale, softmax=observed.softmax, together=together, backend=backend
-    )
-
-
-SCORES: Mapping[str, EvictionScore] = {"attention_sum": attention_sum}
+def eviction_scores(
+    rule: Eviction, observed: Observed, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, layer: int, backend: str
+) -> torch.Tensor:
+    """float32 [B, g, S], higher for tokens that should stay cached: the attention of the observed queries, summed over
+    neighbouring tokens and query heads (SnapKV, 2024), or a method from outside."""
+    together = rule.heads == "max"
+    if rule.is_built_in:
+        return observed_attention(
+            observed.q_BHWD, k_BGSD, scale=observed.scale, softmax=observed.softmax, together=together, backend=backend
+        )
+    batch, _, cached, _ = k_BGSD.shape
+    chunk = Chunk.uniform(batch, cached - observed.q_BHWD.shape[2], cached)
+    facts = Layer(layer, chunk, TileShape(), observed.scale, softmax=observed.softmax)
+    scores_BGS = method_of(EvictionScore, rule.score or "").scores(observed.q_BHWD, k_BGSD, v_BGSD, facts, None)
+    return scores_BGS.amax(1, keepdim=True) if together else scores_BGS
 
 
 def rows_to_cache(
-    rule: Eviction, length: int, observed: Observed, k_BGSD: torch.Tensor, *, backend: str,
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    rule: Eviction, length: int, observed: Observed, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, *, layer: int,
+    backend: str, gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor | None:  # fmt: skip
     """The rows in memory that stay cached where the others are evicted.
 
@@ -170,8 +164,7 @@ def rows_to_cache(
     sink, recent, chosen = rule.sink or 0, rule.recent or 0, rule.chosen_tokens(length)
     if rule.kept_tokens(length) >= cached:
         return None
-    score = SCORES[rule.score or ""]
-    scores_BgS = score(observed.before(None, cached), k_BGSD, together=rule.heads == "max", backend=backend)
+    scores_BgS = eviction_scores(rule, observed.before(None, cached), k_BGSD, v_BGSD, layer, backend)
     if rule.heads == "max" and gather is not None:
         scores_BgS = gather(scores_BgS).amax(0)
     starts_B = torch.arange(batch, dtype=torch.int32, device=device) * cached

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -307,28 +307,29 @@ class EvictingHost:
         scales: Scales | None,
     ) -> None:  # fmt: skip
         keys = self._copy(pages, table_P, rows.prompt, scales)
-        rows_1gK = self._choose(layer, rows.prompt, observed, keys.k, rows.blocks)
+        rows_1gK = self._choose(layer, rows.prompt, observed, keys, rows.blocks)
         if rows_1gK is not None:
             if scales is not None:
                 keys = self._copy(pages, table_P, rows.prompt)  # the bytes move as they are
             move((keys.k[0], keys.v[0]), rows_1gK[0], pages, table_P, rows.prompt % rows.blocks.block)
 
     def _choose(
-        self, layer: LayerProgram, prompt: int, observed: Observed, k_1GKD: torch.Tensor, blocks: EvictedBlocks
+        self, layer: LayerProgram, prompt: int, observed: Observed, keys: KeyView, blocks: EvictedBlocks
     ) -> torch.Tensor | None:
         rule = blocks.rule(_rule(layer), prompt)
 
         def call(backend: str) -> torch.Tensor | None:
-            return rows_to_cache(rule, prompt, observed, k_1GKD, backend=backend, gather=self._gather)
+            where: dict[str, Any] = {"layer": layer.layer, "backend": backend, "gather": self._gather}
+            return rows_to_cache(rule, prompt, observed, keys.k, keys.v, **where)
 
         if self._gather is not None:  # one that went on alone would leave the others waiting: all end
             return call(self._backend)
-        return self._fallback.decode(call, self._backend, k_1GKD.device)
+        return self._fallback.decode(call, self._backend, keys.k.device)
 
     def warm_up(self, layer: LayerProgram, observed: Observed, keys: KeyView) -> None:
         """Chooses among these keys, so that kernels are compiled and the engine measures their memory; the queries of
         one prompt are saved until the first step."""
-        self._choose(layer, keys.k.shape[2], observed, keys.k, EvictedBlocks.of(_rule(layer), 1))
+        self._choose(layer, keys.k.shape[2], observed, keys, EvictedBlocks.of(_rule(layer), 1))
         copied = Observed(observed.q_BHWD.clone(), observed.scale, observed.softmax)
         self._saved.setdefault(_WARM_UP, {})[layer.layer] = Saved(copied, 0)
 

@@ -17,7 +17,7 @@ from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, U
 from sparsekv.plans.files import dump_plan, parse_plan
 from sparsekv.plans.interop import READERS, WRITERS, plan_of, recognised
 from sparsekv.plans.interop.source import Source
-from sparsekv.plans.patterns import PATTERNS, AShape, BlockSparse, TileShape, VerticalSlash, tokens
+from sparsekv.plans.patterns import PATTERNS, AShape, BlockSparse, Registered, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import (
     DecodeBucket,
     DecodeBudget,
@@ -200,6 +200,7 @@ UNCHANGED = {
     "kv_cache.score",
     "prefill.lengths.dense",
     "prefill.lengths.heads.layer",
+    "prefill.lengths.heads.pattern.budget.fraction",
     "prefill.lengths.heads.pattern.keep.tokens",
     "prefill.lengths.heads.pattern.pattern",
     "prefill.lengths.heads.pattern.sink.fraction",
@@ -240,6 +241,7 @@ def test_no_field_of_the_schema_is_lost_in_silence(to: str) -> None:
     """Changed, it changes the file, or a line of what is lost names it; another model is another file."""
     compared = set()
     timed = [kind.timed(8192)[0] for kind in PATTERNS.values() if kind.timed(8192)]
+    timed.append(Registered(name="mine", budget=tokens(512)))
     groups = tuple(HeadGroup(layer=layer, heads=(0,), pattern=pattern) for layer, pattern in enumerate(timed))
     searched = PrefillPlan(tile=TileShape(), lengths=(PrefillBucket(up_to=None, heads=groups),))
     for plan in (full_plan(), small_plan(kv_cache=full_plan().kv_cache), small_plan(prefill=searched)):

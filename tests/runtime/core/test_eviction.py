@@ -1,17 +1,15 @@
-"""What a layer evicts by: every score that a plan can name, and that of docs/extending.md, registered from outside."""
+"""What a layer evicts by: the score of plans, and that of examples/my_method.py, registered from outside."""
 
-from typing import get_args
+from pathlib import Path
 
 import pytest
 import torch
-from key_norm import key_norm
 from tiny_plans import drops
 
 from sparsekv.kernels.keys import PLAIN
+from sparsekv.kernels.methods import register_file
 from sparsekv.kernels.scores import NEIGHBOURS
-from sparsekv.plans.phases import ScoreName
-from sparsekv.runtime.core import select
-from sparsekv.runtime.core.select import SCORES, rows_to_cache
+from sparsekv.runtime.core.select import rows_to_cache
 from sparsekv.runtime.core.state import Observed
 
 HEADS, GROUPS, TOKENS, SIZE = 4, 2, 60, 8
@@ -32,20 +30,15 @@ def attention_by_hand(observed: Observed, k_GSD: torch.Tensor) -> torch.Tensor:
 BY_HAND = {"attention_sum": attention_by_hand, "key_norm": lambda observed, k_GSD: -k_GSD.norm(dim=-1)}
 
 
-def test_every_score_of_a_plan_has_a_function_and_a_row_here() -> None:
-    assert set(get_args(ScoreName)) == set(SCORES)
-    assert set(SCORES) <= set(BY_HAND)
-
-
 @pytest.mark.parametrize("heads", ["max", "per_kv_head"])
 @pytest.mark.parametrize("name", BY_HAND)
-def test_the_tokens_with_the_highest_scores_stay(name: str, heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "SCORES", {"key_norm": key_norm, **SCORES})
+def test_the_tokens_with_the_highest_scores_stay(name: str, heads: str) -> None:
+    register_file(Path(__file__).parents[3] / "examples" / "my_method.py")
     source = torch.Generator().manual_seed(3)
     k_BGSD = torch.randn(1, GROUPS, TOKENS, SIZE, generator=source)
     observed = Observed(torch.randn(1, HEADS, 5, SIZE, generator=source), 0.3, PLAIN)
     rule = drops((0,), 12, heads=heads).model_copy(update={"score": name})
-    rows_BgK = rows_to_cache(rule, TOKENS, observed, k_BGSD, backend="reference")
+    rows_BgK = rows_to_cache(rule, TOKENS, observed, k_BGSD, torch.zeros_like(k_BGSD), layer=0, backend="reference")
     scores_GS = BY_HAND[name](observed, k_BGSD[0])
     for own_K, scores_S in zip(rows_BgK[0], scores_GS.amax(0, True) if heads == "max" else scores_GS, strict=True):
         chosen = scores_S[2:-3].topk(12).indices.sort().values + 2

@@ -1,0 +1,46 @@
+"""Three methods of one's own, one of each kind, for `sparsekv compare MODEL --methods examples/my_method.py`.
+
+Shapes: B batch, H query heads, G KV heads, S queries, K keys, T row tiles, M key tiles, L new keys, D head size.
+"""
+
+import torch
+
+from sparsekv.kernels.methods import DecodeSelector, EvictionScore, PrefillRule
+
+
+class Pooled(PrefillRule):
+    """Tiles by their mean queries and keys, of a prompt in one piece."""
+
+    name = "pooled"
+
+    def tiles(self, q_BHSD, k_BGKD, layer, budget):
+        q_BHTD, k_BGMD = means(q_BHSD, layer.tile.query), means(k_BGKD, layer.tile.key)
+        k_BHMD = k_BGMD.repeat_interleave(q_BHSD.shape[1] // k_BGKD.shape[1], 1)
+        return (q_BHTD @ k_BHMD.mT * layer.scale).softmax(-1)  # each head takes the best within its budget
+
+
+class PageMeans(DecodeSelector):
+    """Pages of 16 tokens by their mean key, which is added to as keys are appended."""
+
+    name, page, recent, reads = "page_means", 16, 64, 0.5
+
+    def append(self, state, k_BGLD):
+        return k_BGLD if state is None else torch.cat((state, k_BGLD), 2)
+
+    def scores(self, q_BHD, k_BGKD, state, layer):
+        q_BGD = q_BHD.unflatten(1, (k_BGKD.shape[1], -1)).mean(2)
+        return (means(state, self.page) @ q_BGD[..., None].float())[..., 0]
+
+
+class KeyNorm(EvictionScore):
+    """Short keys stay (Devoto et al., 2024)."""
+
+    name = "key_norm"
+
+    def scores(self, q_BHWD, k_BGKD, v_BGKD, layer, statistics):
+        return -k_BGKD.float().norm(dim=-1)
+
+
+def means(x_BHSD, size):
+    """Of so many rows at a time; the last ones may be fewer."""
+    return torch.stack([part.float().mean(2) for part in x_BHSD.split(size, 2)], 2)
