@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial, wraps
 from threading import RLock
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,7 +26,8 @@ from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedCon
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.model import AttentionGroup
 from sparsekv.runtime.architecture import architecture_of
-from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, check_layer, register
+from sparsekv.runtime.hf.attention import NAME, PACKED, Engine, Executor, Pass, Phase, check_layer, register
+from sparsekv.runtime.hf.batching import Batches
 from sparsekv.runtime.hf.cache import CacheProgress, begin_pass, fixed_rows_of, progress_of, sparse_cache
 from sparsekv.runtime.hf.describe import (
     CACHE_NAME,
@@ -48,6 +49,7 @@ from sparsekv.runtime.model_config import attention_groups, decoder_config, line
 _ARGUMENTS = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
 _KEPT = "logits_to_keep"  # some decoders leave out other rows where no later layer reads them
 _PATIENCE = 5.0  # seconds: a `generate` that has streamed its last token is about to return
+_NO_END = -1.0  # a loop of continuous batching waits for its turn: an error would end all of its requests
 _ABSENT = object()
 
 
@@ -57,7 +59,7 @@ def check_attachable(model: PreTrainedModel) -> None:
             f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}; give load_model(...).model"
         )
     architecture_of(decoder_config(model.config).model_type)
-    if config_of(model)._attn_implementation == NAME:
+    if config_of(model)._attn_implementation in (NAME, PACKED):
         raise UsageError(
             "a plan is applied to this model already; close or suspend that handle before applying another"
         )
@@ -144,6 +146,7 @@ class Attached:
             self._executors = (LongInputs(chunking, config_of(model).model_type), *engine.executors())
         self._switch = rope_switch(config_of(model))
         self._placed: list[tuple[nn.Module, str, Any, Any]] = []  # with what was there before
+        self._batches = Batches(self, engine)
         self._prompt: Prompt | None = None
         self._step: tuple[Phase, torch.Tensor | None] | None = None  # what the loop of `generate` runs, if it says so
         self._turn = RLock()
@@ -167,9 +170,9 @@ class Attached:
             self._put(self._text.module, "forward", self._inside(forward, self._text.around(forward)))
         self._put(self.decoder, "forward", self._inside(self.decoder.forward, self._run))
         if self.model.can_generate():
-            generate: Any = self.model.generate
-            self._put(self.model, "generate", self._guarded(generate))
-            self._put(self.model, "init_continuous_batching", _refuse_continuous_batching)
+            model: Any = self.model
+            self._put(model, "generate", self._guarded(model.generate))
+            self._put(model, "init_continuous_batching", self._batched(model.init_continuous_batching))
             if self._switch:
                 self._put(self.model, "prepare_inputs_for_generation", self._prepared)
         for module in {id(module): module for module in (self.model, self.model.base_model, self.decoder)}.values():
@@ -177,6 +180,7 @@ class Attached:
 
     def take_off(self) -> None:
         """Restores the modules, but for what somebody has put in front since: that calls what was there before."""
+        self._batches.close()
         self._is_on = False
         for module, name, value, former in self._placed:
             _restore(module, name, value, former)
@@ -214,6 +218,15 @@ class Attached:
 
         return guarded
 
+    def _batched(self, init: Callable[..., Any]) -> Callable[..., Any]:
+        """The one door of `generate_batch` and its managers, which run the model in a thread of theirs."""
+
+        @wraps(init)
+        def batched(*args: Any, **kwargs: Any) -> Any:
+            return self._batches.start(init, *args, **kwargs) if self._is_on else init(*args, **kwargs)
+
+        return batched
+
     def _prepared(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         """The inputs of a step of `generate`. Where the angles of a long rope change, the whole sequence, over the same
         cache: transformers' own method leaves the caller's cache for another one."""
@@ -232,7 +245,7 @@ class Attached:
         def inside(*args: Any, **kwargs: Any) -> Any:
             if not self._is_on:
                 return forward(*args, **kwargs)
-            with self._one_thread():
+            with self._one_thread(_NO_END if self._batches.have(kwargs) else 0.0):
                 self._depth += 1
                 try:
                     output = run(*args, **kwargs)
@@ -262,6 +275,8 @@ class Attached:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         inputs = named(dict(zip(self._names, args, strict=False)) | kwargs)
+        if (batch := self._batches.begin(inputs)) is not None:
+            return self.run_own(batch, inputs)
         inputs = inputs if self._text is None else self._text.of_decoder(inputs)
         kept = inputs.pop(_KEPT, 0)
         under_way = self._begin(inputs)
@@ -426,15 +441,6 @@ def check_generate(defaults: GenerationConfig, given: dict[str, Any], engine: En
         engine.check_cut(generate_setting("prefill_chunk_size", given, defaults), prompt_end(given))
     if (beams := generate_setting("num_beams", given, defaults) or 1) > 1:
         fixed_rows_of(cache, engine.fixed_rows).refuse("num_beams=1", f"num_beams={beams}", "generate with one beam")
-
-
-def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
-    """The one door of `generate_batch` and its managers, which run the model in a thread of theirs."""
-    raise UnsupportedError(
-        "expected generate, found continuous batching (generate_batch), whose cache hands its pages to "
-        "transformers' own flash kernels alone; run many requests by this plan in vLLM (docs/vllm.md), or close the "
-        "handle first"
-    )
 
 
 def _brief(value: Any) -> str:

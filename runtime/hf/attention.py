@@ -30,6 +30,7 @@ from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.hf.cache import CacheOwner, SparseLayer, attention_dtype, is_autocast
 
 NAME = "sparsekv"
+PACKED = "sparsekv_flash"  # its name in continuous batching, whose scheduler tells masked implementations by theirs
 
 
 class Phase(Enum):
@@ -227,8 +228,9 @@ class Engine(CacheOwner):
 
 
 def register() -> None:
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, no_mask)
+    for name in (NAME, PACKED):
+        AttentionInterface.register(name, attention_forward)
+        AttentionMaskInterface.register(name, no_mask)
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:

@@ -68,12 +68,12 @@ class PlanEngine(Engine):
         self.host_reads = HostReads()
         self.meter = Meter()
         self.fallback = Fallback(backend, paging.relieve)
-        self._backend = backend  # of decode: there is one for each kind of device
-        self._device = model.device
+        self.decode_backend = backend  # of decode: there is one for each kind of device
+        self.device = model.device
         self._model_type: str = config_of(model).model_type
         self.graphs: StepGraphs | None = None
         self._told = False
-        self._plan, self.program = plan, program
+        self.plan, self.program = plan, program
         self.sees_all = bool(program.remembers)
         self.pays = pays
         self._programs = {Phase.DECODE: program, Phase.CHECK if exact else Phase.DENSE: program.dense_in_decode}
@@ -102,7 +102,7 @@ class PlanEngine(Engine):
         return DecodeState(self.program.segments, carried=self.program.carried, readers=self.program.readers)
 
     def executors(self) -> Sequence[Executor]:
-        if not can_capture(self._device, self._backend):
+        if not can_capture(self.device, self.decode_backend):
             return ()
         if self.graphs is None:  # else it was suspended
             self.graphs = StepGraphs(self._model_type, self._programs, self.host_reads)
@@ -118,7 +118,7 @@ class PlanEngine(Engine):
         return Phase.DECODE if in_host_memory else Phase.DENSE
 
     def check_cut(self, chunk: int | None, tokens: int) -> None:
-        check_cut(self._plan, chunk, tokens)
+        check_cut(self.plan, chunk, tokens)
 
     def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a pass at which the rows have these lengths, the new tokens included, and counts a step."""
@@ -128,12 +128,12 @@ class PlanEngine(Engine):
         begin_step(self.program, cache, self._attempt, self.meter)
         first_of(cache).state.begin(lengths, device)
         count_step(self._programs[phase], lengths, self.meter)
-        if self.graphs is None and not self._told and can_capture(self._device, self._backend):
+        if self.graphs is None and not self._told and can_capture(self.device, self.decode_backend):
             self._told = True
             warnings.warn("decode steps are not captured: the decoder has a forward of its own", GraphWarning, 2)
 
     def _attempt(self, call: Callable[[str], Any], device: torch.device) -> Any:
-        return self.fallback.decode(call, self._backend, device)
+        return self.fallback.decode(call, self.decode_backend, device)
 
     def release(self) -> None:
         """Frees host memory as soon as no cache uses it, pages that none uses now, and captured steps."""
@@ -151,7 +151,7 @@ class PlanEngine(Engine):
                 decode, layer, call.q_BHSD, Seen(entry.store, call.seen), entry.state, scale=call.scale,
                 verifies=call.phase is not Phase.DECODE, new_B=call.new_B,
             )  # fmt: skip
-            return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
+            return self.fallback.decode(lambda backend: step(backend=backend), self.decode_backend, call.q_BHSD.device)
         chunk = call.chunk
         pays = self.pays.prefill.pays(max(chunk.rows), chunk.longest)
         if call.is_cut or not pays:  # an index of the few rows that are cut off costs more than it saves

@@ -115,12 +115,6 @@ def test_assisted_generation(planned):
         tiny_model(seed=5).generate(random_tokens(1, 6), assistant_model=planned, max_new_tokens=8)
 
 
-def test_continuous_batching(planned):
-    for call in (planned.init_continuous_batching, partial(planned.generate_batch, [[1, 2, 3]])):
-        with pytest.raises(UnsupportedError, match="vLLM"):
-            call()
-
-
 def test_an_unsupported_architecture():
     other = BertModel(BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16))
     with pytest.raises(UnsupportedError, match="'bert'"):

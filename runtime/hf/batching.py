@@ -1,0 +1,289 @@
+"""Continuous batching of transformers (`generate_batch`, `transformers serve`) by a plan.
+
+The scheduler, its pages, and the requests that it cuts, shares, forks, offloads or computes again stay transformers'.
+A pass of its loop has the rows of all requests one after another. Chunks of prompts attend one by one, as in a batch of
+one row; rows that decode attend together, from the pages. Layers with a sliding window have no more than it in pages,
+and attend to all of that.
+
+Shapes: T rows of a pass, R requests, B of them decode, H query heads, G KV heads, N pages in memory, S tokens of a
+page, P pages of a request, K tokens of a request, D head size.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import transformers
+
+from sparsekv.kernels.backends import decode_attention
+from sparsekv.kernels.keys import KeyView, full_view
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.errors import PlanWarning, UnsupportedError
+from sparsekv.plans.types import format_ids
+from sparsekv.runtime.core.prefill import prefill
+from sparsekv.runtime.core.program import LayerProgram, count_step
+from sparsekv.runtime.hf.attention import PACKED, Attachment, Engine, LayerCall, Pass, Phase
+from sparsekv.runtime.hf.describe import CACHE_NAME, config_of, named
+from sparsekv.runtime.hf.plan_engine import PlanEngine
+from sparsekv.runtime.model_config import rope_switch
+from sparsekv.runtime.paged.metrics import Counters
+from sparsekv.runtime.paged.step_rows import DecodeHost, DecodeRows
+from sparsekv.runtime.plan_checks import Host, refuse
+
+_KEPT_MANAGER = "_cached_continuous_batching_manager"  # where transformers keeps one for the next call
+_WINDOWED = "sliding_attention"
+
+
+class Batches:
+    """The managers of continuous batching that were made while an engine is attached."""
+
+    def __init__(self, attached: Attachment, engine: Engine) -> None:
+        self._attached, self._engine = attached, engine
+        self._started: list[tuple[weakref.ref[Any], BatchEngine]] = []
+
+    def start(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The manager that `init_continuous_batching` makes, without passes that transformers captures or compiles, nor
+        the next one's preparation beside one under way: rows and pages of a pass are known to the host alone."""
+        engine = self._engine
+        model: Any = self._attached.model
+        if not isinstance(engine, PlanEngine):
+            raise UnsupportedError("expected a plan for continuous batching, found a model that is observed")
+        _check(engine, self._attached)
+        self._started = [(manager, batch) for manager, batch in self._started if manager() is not None]
+        cached = vars(model).get(_KEPT_MANAGER)
+        if cached is not None and all(manager() is not cached for manager, _ in self._started):
+            model.destroy_cached_continuous_batching_manager()  # of another plan, or of none
+            cached = None
+        config_of(model)._attn_implementation = PACKED
+        manager = init(*args, **kwargs)
+        if manager is not cached:
+            batching = manager.continuous_batching_config
+            batching.use_cuda_graph, batching.use_async_batching = (False, False), False
+            batching.varlen_compile_config = batching.decode_compile_config = None
+            self._started.append((weakref.ref(manager), BatchEngine(engine, batching.max_requests_per_batch)))
+        return manager
+
+    def have(self, inputs: Mapping[str, Any]) -> bool:
+        """Returns whether these are inputs of a manager's loop."""
+        return self._of(inputs) is not None
+
+    def begin(self, inputs: dict[str, Any]) -> Pass | None:
+        """The pass of a manager's loop; None for any other. Its inputs are changed so that the cache reads nothing back
+        of layers whose pages are read here."""
+        if (begun := self._of(inputs)) is None:
+            return None
+        batch, processor = begun
+        batch.begin_pass(processor.cache, processor.inputs_and_outputs.requests_in_batch)
+        read = zip(processor.cache.cache_allocators, inputs["read_index"], strict=True)
+        inputs["read_index"] = [index if kind == _WINDOWED else index[:0] for kind, index in read]
+        return Pass(batch, Phase.PREFILL, None, self._attached.shapes)
+
+    def _of(self, inputs: Mapping[str, Any]) -> tuple[BatchEngine, Any] | None:
+        """The engine and the batch processor of a loop with the cache of these inputs."""
+        cache = named(inputs).get(CACHE_NAME) if self._started else None
+        for manager, batch in self._started if cache is not None else ():
+            processor = getattr(manager(), "batch_processor", None)
+            if processor is not None and processor.cache is cache:
+                return batch, processor
+        return None
+
+    def close(self) -> None:
+        """Ends the loops: without the plan they would attend by an implementation that knows nothing of theirs."""
+        model: Any = self._attached.model
+        for manager in filter(None, [manager() for manager, _ in self._started]):
+            if manager.is_running():
+                manager.stop(hard_stop=True)
+        if self._started:
+            model.destroy_cached_continuous_batching_manager()
+        self._started.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one request in a pass."""
+
+    tokens: slice  # among those of the pass
+    chunk: Chunk
+    window: slice  # its keys in layers with a sliding window, among those of the pass
+    table_P: torch.Tensor | None  # int32 on the device: its pages, where a layer has any without a window
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTokens:
+    """The rows of a pass that decode, one a request."""
+
+    row_B: torch.Tensor  # int64: their numbers in the pass
+    lengths_B: torch.Tensor  # int32, as all that follows
+    table_BP: torch.Tensor | None
+    chosen: DecodeRows | None  # where some may choose
+    window_lengths_B: torch.Tensor
+    window_BK: torch.Tensor  # keys in layers with a sliding window, as pages of one token
+
+
+class BatchEngine(Engine):
+    """Attention of one manager's passes by the plan of an engine."""
+
+    def __init__(self, engine: PlanEngine, requests: int) -> None:
+        super().__init__()
+        self._engine, self._device = engine, engine.device
+        self._longest = engine.paging.sizes.size.info.context_length
+        self._cache: Any = None
+        self._host: DecodeHost | None = None
+        if engine.program.sparse:
+            room = (requests, self._longest, self._device)
+            self._host = DecodeHost(engine.program, engine.decode_backend, *room, Counters())
+        self._prompts: tuple[Rows, ...] = ()
+        self._decode: DecodeTokens | None = None
+
+    def begin_pass(self, cache: Any, requests: Sequence[Any]) -> None:
+        """Starts a pass over these requests (`FutureRequestState`), in the order of their rows."""
+        if self._cache is not cache:
+            self._cache = cache
+            self._engine.check_cut(cache.max_batch_tokens, self._longest)
+        chunks = [_chunk_of(request) for request in requests]
+        starts = accumulate((request.query_length for request in requests), initial=0)
+        tokens = [slice(first, end) for first, end in pairwise(starts)]
+        tables = _tables_of(cache, [request.state.request_id for request in requests], self._device)
+        rows = list(map(Rows, tokens, chunks, _windows_of(cache, chunks), tables))
+        decodes = [bool(request.state.generated_tokens) for request in requests]  # a last piece of a prompt has none
+        self._prompts = tuple(row for row, is_decode in zip(rows, decodes, strict=True) if not is_decode)
+        decoding = [row for row, is_decode in zip(rows, decodes, strict=True) if is_decode]
+        self._decode = self._decode_tokens(decoding) if decoding else None
+
+    def _decode_tokens(self, rows: Sequence[Rows]) -> DecodeTokens:
+        engine, lengths = self._engine, [row.chunk.longest for row in rows]
+        on_device = partial(torch.tensor, dtype=torch.int32, device=self._device)
+        lengths_B = on_device(lengths)
+        tables = [row.table_P for row in rows if row.table_P is not None]
+        table_BP = torch.stack(tables) if tables else None
+        least = engine.pays.decode.at(len(rows))
+        chosen = None
+        if self._host is not None and table_BP is not None and self._host.chooses(lengths, least):
+            chosen = self._host.begin(lengths_B, (), table_BP, None, least)
+        sparse = [length for length in lengths if least is not None and length >= least]
+        dense = [length for length in lengths if least is None or length < least]
+        count_step(engine.program, sparse, engine.meter)
+        count_step(engine.program.dense_in_decode, dense, engine.meter)
+        windows = [range(row.window.start, row.window.stop) for row in rows]
+        widest = max(map(len, windows))
+        window_BK = on_device([[*window, *[0] * (widest - len(window))] for window in windows])
+        row_B = torch.tensor([row.tokens.start for row in rows], device=self._device)
+        return DecodeTokens(row_B, lengths_B, table_BP, chosen, on_device(list(map(len, windows))), window_BK)
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """[1, H, T, D]: attention of all rows of the pass. Keys and values of the call are those of its tokens, or all
+        that a layer with a sliding window has for them."""
+        layer, allocator = self._engine.program.layers[call.layer], self._cache.layer_to_allocator[call.layer]
+        pages = None
+        if allocator.layer_type != _WINDOWED:
+            k_NSGD, v_NSGD = allocator.get_cache_for_block_table(call.layer)
+            pages = k_NSGD.transpose(1, 2), v_NSGD.transpose(1, 2)
+        out_BHTD = torch.empty_like(call.q_BHSD)
+        for rows in self._prompts:
+            out_BHTD[:, :, rows.tokens] = self._prefill(layer, call, rows, pages)
+        if self._decode is not None:
+            out_BHTD[0, :, self._decode.row_B] = self._step(layer, call, self._decode, pages).transpose(0, 1)
+        return out_BHTD
+
+    def _prefill(
+        self, layer: LayerProgram, call: LayerCall, rows: Rows, pages: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        engine, chunk, keys = self._engine, rows.chunk, (call.k_BGSD, call.v_BGSD)
+        if pages is None:
+            k_BGKD, v_BGKD = (x_BGTD[:, :, rows.window] for x_BGTD in keys)
+            chunk = Chunk.uniform(1, k_BGKD.shape[2] - chunk.rows[0], k_BGKD.shape[2])
+        elif not any(chunk.past):
+            k_BGKD, v_BGKD = (x_BGTD[:, :, rows.tokens] for x_BGTD in keys)
+        else:
+            k_BGKD, v_BGKD = (_copied(x_NGSD, rows.table_P, chunk.longest) for x_NGSD in pages)
+        if not engine.pays.prefill.pays(chunk.rows[0], chunk.longest):
+            layer = layer.without_patterns
+        seen, q_BHTD = replace(full_view(k_BGKD, v_BGKD), softmax=call.softmax), call.q_BHSD[:, :, rows.tokens]
+        return prefill(layer, q_BHTD, seen, chunk, scale=call.scale, fallback=engine.fallback, meter=engine.meter)
+
+    def _step(
+        self, layer: LayerProgram, call: LayerCall, decode: DecodeTokens,
+        pages: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """[B, H, D]: attention of the rows that decode: of those that choose, then of the others."""
+        q_BHD = call.q_BHSD[0].transpose(0, 1)[decode.row_B]
+        out_BHD, lengths_B, table_BP = torch.empty_like(q_BHD), decode.lengths_B, decode.table_BP
+        if pages is None:
+            lengths_B, table_BP = decode.window_lengths_B, decode.window_BK
+            k_TGD, v_TGD = call.k_BGSD[0].transpose(0, 1), call.v_BGSD[0].transpose(0, 1)
+            pages = k_TGD[:, :, None], v_TGD[:, :, None]
+        elif decode.chosen is not None and layer.role.is_sparse:
+            decode.chosen.attend(layer, q_BHD, pages, out_BHD, call.scale, call.softmax)
+            lengths_B = decode.chosen.rest(layer, None, lambda _, rest_B: rest_B)
+        keys, out_BHQD = KeyView(*pages, lengths_B, table_BP, softmax=call.softmax), out_BHD[:, :, None]
+        attend = partial(decode_attention, q_BHD[:, :, None], keys, scale=call.scale, window=layer.window, out=out_BHQD)
+        engine = self._engine
+        engine.fallback.decode(lambda backend: attend(backend=backend), engine.decode_backend, self._device)
+        return out_BHD
+
+
+def _chunk_of(request: Any) -> Chunk:
+    """The rows of a request (`FutureRequestState`), whose position is at their end already."""
+    length = request.state.position_offset
+    return Chunk.uniform(1, length - request.query_length, length)
+
+
+def _windows_of(cache: Any, chunks: Sequence[Chunk]) -> list[slice]:
+    windowed = cache.cache_allocators.get(_WINDOWED)
+    if windowed is None:
+        return [slice(0, 0)] * len(chunks)
+    keys = (windowed.get_seqlen_k(chunk.past[0], chunk.rows[0]) for chunk in chunks)
+    return [slice(first, end) for first, end in pairwise(accumulate(keys, initial=0))]
+
+
+def _tables_of(cache: Any, names: Sequence[str], device: torch.device) -> Sequence[torch.Tensor | None]:
+    """int32 [P] for each request: its pages in layers without a window; None where there are no such layers."""
+    full = next((allocator for kind, allocator in cache.cache_allocators.items() if kind != _WINDOWED), None)
+    if full is None:
+        return [None] * len(names)
+    table_RP = torch.zeros((len(names), max(len(full.block_table[name]) for name in names)), dtype=torch.int32)
+    for name, row_P in zip(names, table_RP, strict=True):
+        full.fill_block_table(name, 0, 0, row_P)
+    return table_RP.to(device).unbind()
+
+
+def _copied(x_NGSD: torch.Tensor, table_P: torch.Tensor | None, length: int) -> torch.Tensor:
+    """[1, G, length, D]: the first tokens of a request, contiguous by token."""
+    assert table_P is not None, "a layer without a window has pages of every request"
+    used_P = table_P[: -(-length // x_NGSD.shape[2])].long()
+    return x_NGSD.transpose(1, 2)[used_P].flatten(0, 1)[:length].transpose(0, 1)[None]
+
+
+def _check(engine: PlanEngine, attached: Attachment) -> None:
+    """Refuses what passes of many requests cannot follow of a plan or its handle."""
+    info = engine.paging.sizes.size.info
+    sliding = {layer for group in info.attention if group.kind == "sliding" for layer in group.layers}
+    in_segments = sorted(sliding & {layer.layer for layer in engine.program.sparse})
+    sentences = {
+        f"transformers {transformers.__version__}, whose layers do not fill its pages: install 5.24": CACHE_NAME
+        != "cache",
+        "exact output: leave exact out": engine.loop is not None,
+        "keys and values in fp8: leave kv_dtype out": engine.float8,
+        "a multimodal model: load its decoder alone": attached.decoder is not attached.model.base_model,
+        "layers with a recurrent state, of which there are no pages": any(g.kind == "linear" for g in info.attention),
+        "layers that attend to keys of others": any(group.keys_of is not None for group in info.attention),
+        f"segments with layers that have a sliding window ({format_ids(in_segments)}): leave these dense": in_segments,
+        "rotary angles that change with the length, where a pass has one set": rope_switch(config_of(attached.model)),
+    }
+    obstacles = tuple(sentence for sentence, holds in sentences.items() if holds)
+    way_out = "Call generate, or run many requests by this plan in vLLM (docs/vllm.md)."
+    able = Host("continuous batching", older_queries=False, windows=False, evicts=False, obstacles=obstacles)
+    refuse(engine.plan, info, replace(able, way_out=way_out))
+    if engine.placement.layers:
+        warnings.warn(
+            f"layers {format_ids(sorted(engine.placement.layers))} may be in host memory by this plan, which "
+            "continuous batching ignores: their pages stay on the device",
+            PlanWarning, stacklevel=4,
+        )  # fmt: skip

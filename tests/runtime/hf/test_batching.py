@@ -1,0 +1,209 @@
+"""Continuous batching of transformers under a plan: each request is as in the ordinary host at the same cuts."""
+
+import random
+from collections import defaultdict
+
+import pytest
+import torch
+from tiny_models import random_tokens, tiny_model
+from tiny_plans import decode_plan, drops, every_head, plan_for, segment
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from sparsekv.plans.errors import PlanWarning, UnsupportedError
+from sparsekv.plans.patterns import AShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.phases import PrefillPlan
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.attention import NAME, Phase
+from sparsekv.runtime.hf.batching import BatchEngine
+
+PATTERNS = (
+    AShape(sink=tokens(64), window=tokens(64)),
+    VerticalSlash(vertical=tokens(9), slash=tokens(64), max_tiles=fraction(1.0)),
+)
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 20}
+KINDS = {"llama": {}, "qwen3": {}, "gpt_oss": WINDOWED, "gemma2": WINDOWED, "olmo2": {}}
+TOLERANCE = 1e-3  # between logits: where the best two are this close, either token is right
+
+
+def settings(new, **options):
+    batching = {"page_size": 16, "num_blocks": 200, "max_batch_tokens": 64, "allow_block_sharing": False} | options
+    return {
+        "generation_config": GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=[], pad_token_id=0),
+        "continuous_batching_config": ContinuousBatchingConfig(**batching),
+    }
+
+
+def made(kind, seed=0):
+    """A model, and a plan of both phases that leaves its windowed layers dense."""
+    options = KINDS[kind]
+    model = tiny_model(kind, seed=seed, **options)
+    first = 1 if options else 0
+    prefill = every_head(model, *PATTERNS)
+    heads = tuple(group for group in prefill.lengths[0].heads if group.layer >= first)
+    bucket = prefill.lengths[0].model_copy(update={"heads": heads})
+    chosen = decode_plan(segment(first, tuple(range(first + 1, 3)), 8))
+    return model, plan_for(model, PrefillPlan(tile=prefill.tile, lengths=(bucket,)), chosen)
+
+
+@pytest.fixture
+def cuts(monkeypatch):
+    """By request, the passes that it took part in: tokens before it, new ones, and whether it decoded."""
+    seen, begin = defaultdict(list), BatchEngine.begin_pass
+
+    def recorded(engine, cache, requests):
+        for request in requests:
+            state, new = request.state, request.query_length
+            seen[state.request_id].append((state.position_offset - new, new, bool(state.generated_tokens)))
+        begin(engine, cache, requests)
+
+    monkeypatch.setattr(BatchEngine, "begin_pass", recorded)
+    return seen
+
+
+def check(model, output, passes):
+    """The ordinary host gives each token of a request in the same passes."""
+    attached = vars(model.get_decoder().layers[0].self_attn)[NAME]
+    ids, at, cache = output.prompt_ids + output.generated_tokens, 0, None
+    for past, new, decodes in passes:
+        given = torch.tensor([ids[past : past + new]])
+        cache = None if past == 0 else cache
+        with attached.stepping(Phase.DECODE if decodes else Phase.PREFILL):
+            run = model(given, past_key_values=cache, use_cache=True)
+        cache, end = run.past_key_values, past + new
+        if len(output.prompt_ids) <= end < len(ids):
+            last = run.logits[0, -1]
+            assert last[ids[end]] > last.max() - TOLERANCE, (end, past, new)
+            at = max(at, end)
+    assert at == len(ids) - 1
+
+
+@torch.no_grad()
+def run_mix(seed, cuts):
+    """Requests that come while others run, some cancelled, in a cache that may be too small for all at once."""
+    cuts.clear()
+    some = random.Random(seed)
+    model, plan = made(some.choice(list(KINDS)), seed)
+    sizes = {"page_size": some.choice((4, 16, 32)), "max_batch_tokens": some.choice((24, 64, 200))}
+    sizes["num_blocks"] = some.choice((-(-320 // sizes["page_size"]), 400))  # room for the longest alone, or for all
+    lengths = [some.randint(1, 300) for _ in range(some.randint(2, 6))]
+    cancelled, outputs = [], {}
+    with apply(model, plan, sparse="always"):
+        with model.continuous_batching_context_manager(**settings(some.randint(1, 12), **sizes)) as manager:
+            names = []
+            for at, length in enumerate(lengths):
+                names.append(manager.add_request(random_tokens(1, length, seed * 10 + at)[0].tolist()))
+                if some.random() < 0.2:
+                    manager.cancel_request(cancelled_name := some.choice(names))
+                    cancelled.append(cancelled_name)
+                if some.random() < 0.5 and (output := manager.get_result(timeout=0.05)):
+                    outputs[output.request_id] = output
+            while {*names} - {*outputs, *cancelled}:
+                if output := manager.get_result(timeout=20):
+                    outputs[output.request_id] = output
+                else:
+                    raise AssertionError(f"no more results after {len(outputs)} of {len(names)}")
+        for name, output in outputs.items():
+            assert output.error is None
+            check(model, output, cuts[name])
+    return len(outputs)
+
+
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 201))])
+def test_mixed_batches_are_as_in_the_ordinary_host(seed, cuts):
+    run_mix(seed, cuts)
+
+
+PROMPTS = [random_tokens(1, length, length)[0].tolist() for length in (5, 70, 33, 150, 1, 64)]
+
+
+def answers(model, persistent=False):
+    outputs = model.generate_batch(PROMPTS, persistent_manager=persistent, **settings(8)).values()
+    assert not any(output.error for output in outputs)
+    return [output.generated_tokens for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def unplanned(model):
+    """Answers of the model without a plan, whose manager stays for the next call."""
+    return answers(model, persistent=True)
+
+
+def test_a_dense_plan_is_as_no_plan(model, unplanned):
+    plan = plan_for(model, every_head(model, *PATTERNS), decode_plan(segment(0, (1, 2), 8)))
+    with apply(model, plan, sparse="never"):
+        assert answers(model) == unplanned
+
+
+def test_prefixes_are_shared_and_requests_forked(model, cuts):
+    prefix = random_tokens(1, 100, 3)[0].tolist()
+    prompts = [prefix + prompt for prompt in PROMPTS]
+    with torch.no_grad(), apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 8))), sparse="always"):
+        options = settings(8, allow_block_sharing=True)
+        alone = [model.generate(torch.tensor([prompt]), options["generation_config"]) for prompt in prompts]
+        options["generation_config"].num_return_sequences = 2
+        found = [output.generated_tokens for output in model.generate_batch(prompts, **options).values()]
+        computed = sum(new for passes in cuts.values() for _, new, decodes in passes if not decodes)
+        assert computed < sum(map(len, prompts)) - 3 * len(prefix)
+    expected = [ids[0, len(prompt) :].tolist() for ids, prompt in zip(alone, prompts, strict=True) for _ in range(2)]
+    assert found == expected
+
+
+def test_generate_and_a_running_loop_take_turns(model):
+    plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 8)))
+    with torch.no_grad(), apply(model, plan, sparse="always") as handle:
+        ids = torch.tensor(PROMPTS[3:4])
+        alone = model.generate(ids, max_new_tokens=8, do_sample=False)[0, 150:].tolist()
+        with model.continuous_batching_context_manager(**settings(40)) as manager:
+            names = [manager.add_request(prompt) for prompt in PROMPTS]
+            assert model.generate(ids, max_new_tokens=8, do_sample=False)[0, 150:].tolist() == alone
+            outputs = {output.request_id: output for output in (manager.get_result(timeout=20) for _ in names)}
+        assert outputs[names[3]].generated_tokens[:8] == alone
+        stats = handle.stats()
+        assert 0 < stats.decode_tokens_attended < stats.decode_tokens_cached
+
+
+def test_closing_ends_a_loop_and_its_requests(model):
+    with apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 8)))):
+        manager = model.init_continuous_batching(**settings(4000))
+        manager.start()
+        name = manager.add_request(PROMPTS[0])
+        assert manager.get_result(timeout=0.3) is None
+    assert not manager.is_running()
+    failed = manager.output_router.output_queue.get(timeout=5)
+    assert failed.request_id == name
+    assert failed.error
+
+
+def test_a_manager_kept_from_before_is_not_taken(model, unplanned):
+    plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 8)))
+    with apply(model, plan, sparse="always"):
+        sparse = answers(model, persistent=True)
+        assert answers(model, persistent=True) == sparse != unplanned
+    assert answers(model) == unplanned
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "said"),
+    [
+        ({"decode": decode_plan(segment(0, (1, 2), 8, selector="uniform", window=3))}, {}, "newest query"),
+        ({"evicts": drops((1,), 8)}, {}, "evict"),
+        ({"decode": decode_plan(segment(0, (1, 2), 8))}, {"exact": True}, "exact"),
+        ({"decode": decode_plan(segment(0, (1, 2), 8))}, {"kv_dtype": "fp8"}, "fp8"),
+    ],
+)
+def test_what_it_cannot_follow_is_refused_before_anything_runs(model, plan, options, said):
+    evicts = [plan["evicts"]] if "evicts" in plan else []
+    with apply(model, plan_for(model, None, plan.get("decode"), *evicts), **options):
+        with pytest.raises(UnsupportedError, match=said):
+            model.generate_batch(PROMPTS, **settings(2))
+        assert model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=1).shape == (1, 6)
+
+
+def test_layers_in_host_memory_stay_on_the_device_and_it_says_so(model):
+    plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 8), offload=(1, 2)))
+    with (
+        pytest.warns(PlanWarning, match="saves nothing"),
+        apply(model, plan, offload="always"),
+        pytest.warns(PlanWarning, match=r"layers 1-2 may be in host memory"),
+    ):
+        model.init_continuous_batching(**settings(1))
