@@ -248,7 +248,8 @@ def _tables_of(cache: Any, names: Sequence[str], device: torch.device) -> Sequen
     full = next((allocator for kind, allocator in cache.cache_allocators.items() if kind != _WINDOWED), None)
     if full is None:
         return [None] * len(names)
-    table_RP = torch.zeros((len(names), max(len(full.block_table[name]) for name in names)), dtype=torch.int32)
+    widest = max(len(full.block_table[name]) for name in names)
+    table_RP = torch.zeros((len(names), widest), dtype=torch.int32, device="cpu")
     for name, row_P in zip(names, table_RP, strict=True):
         full.fill_block_table(name, 0, 0, row_P)
     return table_RP.to(device).unbind()
