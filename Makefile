@@ -4,6 +4,7 @@
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 WORKERS ?= 2
+MARKS ?= not gpu and not fuzz and not slow
 # Many processes start here: what one has compiled the others read, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
@@ -64,9 +65,9 @@ lint: $(READY)
 	$(BIN)/mypy -p sparsekv
 	$(BIN)/mypy tests/typed_program.py
 
-# One thread a worker: the workers already fill the cores.
+# One thread a worker: the workers already fill the cores. They yield to vLLM's tests, which are one process and end last.
 unit: $(READY)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 nice $(BIN)/python -m pytest -m '$(MARKS)' -n $(WORKERS) --dist loadfile
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not gpu' -n $(WORKERS)
