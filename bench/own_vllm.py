@@ -1,7 +1,7 @@
 """The half of `bench own` in vLLM, in the environment that has it: `python -m sparsekv.bench.own_vllm REQUEST FIGURES`.
 
-Two engines in this process take turns, one by the plan and one dense, with half of the device each and prefix caching
-on; nothing is cached when a repeat begins. Each figure is a line of FIGURES as soon as it is known.
+Two engines take turns, one by the plan and one dense, with half of the device each and prefix caching on; nothing is
+cached when a repeat begins. Each figure is a line of FIGURES as soon as it is known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparsekv.bench.harness import in_short, program, repeat_in_turn
 from sparsekv.bench.own_file import Name, OwnFigure
 from sparsekv.bench.serve import DENSE, SPARSE, Load, ServeBench, Served, serve, served_engine, served_model
 from sparsekv.bench.turns import WARM_UPS, Played, Session, Turn, play, warm_up
-from sparsekv.bench.vllm_engines import forget_prompts
+from sparsekv.bench.vllm_engines import Engine, forget_prompts
 from sparsekv.plans.brief import decode_share
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.schema import Plan
@@ -94,7 +94,7 @@ class OwnRequest(BaseModel):
 class Engines:
     """Both engines, and what is timed of them in turn."""
 
-    def __init__(self, engines: Mapping[str, Any], plan: Plan, request: OwnRequest) -> None:
+    def __init__(self, engines: Mapping[str, Engine], plan: Plan, request: OwnRequest) -> None:
         from sparsekv.runtime.vllm import internals as vllm
 
         self.engines, self.plan, self.repeats = engines, plan, request.repeats
@@ -110,8 +110,9 @@ class Engines:
         at_once = len(load.prompts)
 
         def run(way: str) -> Served:
-            forget_prompts(self.engines[way])
-            return serve(self.engines[way], load.prompts, load.answer, at_once)
+            self.engines[way](forget_prompts)
+            served: Served = self.engines[way](serve, load.prompts, load.answer, at_once)
+            return served
 
         for way in (*self.engines,) * WARM_UPS:
             run(way)
@@ -132,10 +133,11 @@ class Engines:
         agents = len(load.agents)
 
         def run(way: str) -> Played:
-            return play(self.engines[way], load.sessions, agents)
+            played: Played = self.engines[way](play, load.sessions, agents)
+            return played
 
         for engine in self.engines.values():
-            warm_up(engine, load.sessions, agents)
+            engine(warm_up, load.sessions, agents)
         turns, counted, note = self._in_turn(run, load.repeats)
         facts: dict[str, Any] = {"at_once": agents, "note": note}
         for at, context in enumerate(load.contexts):
@@ -150,10 +152,11 @@ class Engines:
         """Repeats of each engine, what the plan's engine counted, and its rule or what ended the repeats."""
         from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 
-        reset_stats(self.engines[SPARSE])
+        sparse = self.engines[SPARSE]
+        sparse(reset_stats)
         turns = {way: [run(way)] for way in (DENSE, SPARSE)}
         ended = repeat_in_turn(turns, run, repeats)
-        return turns, serving_stats(self.engines[SPARSE]), ended or self.engines[SPARSE].apply_model(_rule)[0]
+        return turns, sparse(serving_stats), ended or sparse(rule_of)
 
     def _decode_share(self, counted: Any, length: int) -> float:
         """The share of cached tokens that was read, over all decoded tokens."""
@@ -172,6 +175,12 @@ class Engines:
 def _first_ms(played: Played, turn: int) -> float:
     """The median over agents."""
     return statistics.median(one.first for one in played.turns if one.turn == turn) * 1e3
+
+
+def rule_of(llm: Any) -> str:
+    """Where an engine is sparse, in words."""
+    rule: str = llm.apply_model(_rule)[0]
+    return rule
 
 
 def _rule(model: Any) -> str:

@@ -3,7 +3,7 @@
     python -m sparsekv.bench.pays_grid MODEL --plan FILE|--densities 32k:0.21,128k:0.12 -o FILE
         [--requests 1,4,16] [--lengths 2k,8k,32k,128k] [--rows 128,512,2k,8k,16k] [--decode] [--repeats 5]
 
-In an environment with vLLM. Three engines in one process take turns. A cell is so many requests of a length: either of
+In an environment with vLLM. Three engines take turns. A cell is so many requests of a length: either of
 which all but the last rows are cached, timed up to the last first token, or that decode together, timed a step. Cells
 are lines of FILE as soon as they are known, and are not run again; those that do not fit are told.
 """
@@ -27,7 +27,19 @@ from scipy.stats import t as student
 
 from sparsekv.bench.hand_plans import counted_plan, dense_up_to, dummy_plan
 from sparsekv.bench.harness import in_short, in_turn, parse_lengths
-from sparsekv.bench.serve import Load, ServeBench, ServedModel, serve, served_engine, served_model
+from sparsekv.bench.own_vllm import rule_of
+from sparsekv.bench.serve import (
+    ALWAYS,
+    DENSE,
+    SPARSE,
+    Load,
+    ServeBench,
+    ServedModel,
+    serve,
+    served_engine,
+    served_model,
+)
+from sparsekv.bench.vllm_engines import Engine
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
@@ -35,7 +47,7 @@ from sparsekv.plans.types import columns, format_length, parse_length
 from sparsekv.runtime.paged.metrics import ServingStats
 from sparsekv.runtime.settings import preset_vllm
 
-WAYS = ("auto", "always", "never")
+WAYS = (SPARSE, ALWAYS, DENSE)
 _ANSWER = 64  # tokens of a request that decodes
 _SHARE = 0.3  # of the device, of each engine
 _WARM_UPS = 2  # graphs of a size are captured at its second chunk
@@ -67,7 +79,7 @@ class Timed:
 
     def gain(self, way: str) -> tuple[float, float, float]:
         """Dense time over a way's, the geometric mean over the repeats, and its 95% interval (paired, Student's t)."""
-        logs = [math.log(dense / own) for dense, own in zip(self.seconds["never"], self.seconds[way], strict=True)]
+        logs = [math.log(dense / own) for dense, own in zip(self.seconds[DENSE], self.seconds[way], strict=True)]
         middle, count = statistics.fmean(logs), len(logs)
         half = float(student.ppf(0.975, count - 1)) * statistics.stdev(logs) / math.sqrt(count) if count > 1 else 0.0
         return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
@@ -104,8 +116,8 @@ def run(model: ServedModel, plan: Plan, wanted: Sequence[Cell], repeats: int, ad
     )
     with ExitStack() as stack:
         engines = {way: stack.enter_context(served_engine(way, model, plan, bench)) for way in WAYS}
-        print(_rule_of(engines["auto"]), flush=True)
-        room = min(map(_room, engines.values()))
+        print(engines[SPARSE](rule_of), flush=True)
+        room = min(engine(_room) for engine in engines.values())
         for (length, count), of_past in itertools.groupby(wanted, key=lambda cell: (cell.length, cell.requests)):
             source = random.Random(length + count)
             prompts = [_tokens(source, length, model.vocabulary) for _ in range(count)]
@@ -120,7 +132,12 @@ def run(model: ServedModel, plan: Plan, wanted: Sequence[Cell], repeats: int, ad
 
 
 def _time(
-    engines: Mapping[str, Any], cell: Cell, pasts: Sequence[list[int]], source: random.Random, words: int, repeats: int
+    engines: Mapping[str, Engine],
+    cell: Cell,
+    pasts: Sequence[list[int]],
+    source: random.Random,
+    words: int,
+    repeats: int,
 ) -> Timed:
     from sparsekv.runtime.vllm.engine_host import serving_stats
 
@@ -129,14 +146,14 @@ def _time(
     for number in range(_WARM_UPS + repeats):
         prompts = [past[: len(past) - cell.rows] + _tokens(source, cell.rows, words) for past in pasts]
         if number == _WARM_UPS:
-            before = serving_stats(engines["auto"])
+            before = engines[SPARSE](serving_stats)
         for way in in_turn(engines, number):
-            served = serve(engines[way], prompts, 1 if cell.rows else _ANSWER, cell.requests)
+            served = engines[way](serve, prompts, 1 if cell.rows else _ANSWER, cell.requests)
             taken = max(served.first_seconds) if cell.rows else statistics.median(served.token_seconds)
             if number >= _WARM_UPS:
                 seconds[way].append(taken)
     assert before is not None, "at least one repeat"
-    counted = serving_stats(engines["auto"]).since(before)
+    counted = engines[SPARSE](serving_stats).since(before)
     return Timed(cell, seconds, bool(counted.sparse_tokens if cell.rows else counted.decode_sparse))
 
 
@@ -150,17 +167,6 @@ def _room(llm: Any) -> int:
     return int(cache.num_gpu_blocks) * int(cache.block_size)
 
 
-def _rule_of(llm: Any) -> str:
-    return str(llm.apply_model(_rule)[0])
-
-
-def _rule(model: Any) -> str:
-    from sparsekv.runtime.vllm.engine_host import plan_host
-
-    host = plan_host(model)
-    return host.pays.told if host else ""
-
-
 # --- what it comes to -------------------------------------------------------------------------------------------------
 
 
@@ -171,9 +177,9 @@ def table(timed: Sequence[Timed]) -> str:
             lines.append([str(one.cell), f"not run: {one.failed}", *[""] * 7])
             continue
         median = {way: f"{1e3 * statistics.median(one.seconds[way]):.1f} ms" for way in WAYS}
-        gain, low, high = one.gain("auto")
+        gain, low, high = one.gain(SPARSE)
         ratios = [f"{gain:.2f}", f"{low:.2f}-{high:.2f}", f"{one.gain('always')[0]:.2f}", f"{one.apart:.2f}"]
-        times = [median["never"], median["auto"], median["always"]]
+        times = [median[DENSE], median[SPARSE], median[ALWAYS]]
         lines.append([str(one.cell), *times, *ratios, "sparse" if one.sparse else "dense"])
     return columns(lines, right=range(1, 8))
 
@@ -181,10 +187,10 @@ def table(timed: Sequence[Timed]) -> str:
 def verdict(timed: Sequence[Timed]) -> str:
     """Cells of which `auto` is surely slower than dense, or not near the faster way; and how many gains it takes."""
     known = [one for one in timed if not one.failed]
-    slower = [one for one in known if one.gain("auto")[2] < _SLOWER]
-    maybe = [one for one in known if one.gain("auto")[1] < _SLOWER]
+    slower = [one for one in known if one.gain(SPARSE)[2] < _SLOWER]
+    maybe = [one for one in known if one.gain(SPARSE)[1] < _SLOWER]
     apart = [one for one in known if one.apart > _APART]
-    gaining = [one for one in known if one.gain("always")[0] > _GAIN]
+    gaining = [one for one in known if one.gain(ALWAYS)[0] > _GAIN]
     taken = sum(one.sparse for one in gaining)
     return "\n".join(
         [

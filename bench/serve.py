@@ -12,22 +12,19 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sparsekv.bench.harness import Columns, Row, in_short, number, repeat_in_turn
 from sparsekv.bench.random_model import stretched_config
-from sparsekv.bench.vllm_engines import asking_for_ours, greedy, make_engine
+from sparsekv.bench.vllm_engines import Engine, EngineEndedError, asking_for_ours, engine_elsewhere, greedy
 from sparsekv.planner.progress import Progress, StageStep
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import BackendError
@@ -55,12 +52,10 @@ COLUMNS: Columns = {
     "tokens/s dense": ("dense_tokens_per_second", number(".0f")),
     "sparse  ": ("tokens_per_second", number(".0f")),
 }
-DENSE, SPARSE = "dense", "sparse"
-Found = TypeVar("Found")
+DENSE, SPARSE, ALWAYS = "dense", "sparse", "always"
 BESIDE, ALONE = 0.45, 0.9  # shares of the device: of each of two engines, of the only one
 _TIMES = ("token_ms", "dense_token_ms", "tokens_per_second", "dense_tokens_per_second")
 _UNTIMED = "{}: no token timed, since {} never decoded together; a longer answer or fewer at once help"
-ENDED = "{}: its process ended without a result; its log says why, unless the system ended it for want of memory"
 _WARM_UP = (2, 4)  # requests, and tokens of an answer
 _LATE_MS = 1000.0  # a first token: who is late on average is not asked more often
 
@@ -263,7 +258,7 @@ def _in_turn(model: ServedModel, plan: Plan, bench: ServeBench, step: StageStep)
 
 
 def _each(
-    engines: Mapping[str, Any], model: ServedModel, bench: ServeBench, step: StageStep | None = None
+    engines: Mapping[str, Engine], model: ServedModel, bench: ServeBench, step: StageStep | None = None
 ) -> Iterator[tuple[Load, Measured]]:
     late: dict[tuple[str, int], int] = {}  # by prompt, the requests a minute at which an engine was late
     for load in bench.loads:
@@ -284,23 +279,17 @@ def _one_by_one(model: ServedModel, plan: Plan, bench: ServeBench, step: StageSt
     both = []
     for way in (SPARSE, DENSE):
         step.advance(0, note=way)
-        try:
-            both.append(run_elsewhere(_alone, way, model, plan, bench))
-        except BrokenProcessPool:
-            both.append([Measured(note=ENDED.format(way)) for _ in bench.loads])
+        both.append(_alone(way, model, plan, bench))
         step.advance(len(bench.loads))
     yield from ((load, sparse.with_dense(dense)) for load, sparse, dense in zip(bench.loads, *both, strict=True))
 
 
-def run_elsewhere(run: Callable[..., Found], *args: Any) -> Found:
-    """A call in a process of its own, whose device memory is free behind it: vLLM keeps some of an engine's."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(run, *args).result()
-
-
 def _alone(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> list[Measured]:
-    with served_engine(way, model, plan, bench) as engine:
-        return [found for _, found in _each({way: engine}, model, bench)]
+    try:
+        with served_engine(way, model, plan, bench) as engine:
+            return [found for _, found in _each({way: engine}, model, bench)]
+    except EngineEndedError as error:
+        return [Measured(note=str(error)) for _ in bench.loads]
 
 
 def _not_asked(way: str) -> str:
@@ -327,21 +316,23 @@ def noting(found: Noted) -> Iterator[None]:
 
 
 @contextmanager
-def served_engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator[Any]:
-    """An engine: DENSE or never, without the plan; SPARSE or auto, where it pays here; always."""
+def served_engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator[Engine]:
+    """An engine: DENSE without the plan; SPARSE where the plan pays here; ALWAYS where it may be sparse."""
     settings = bench.engine | ({"load_format": "dummy"} if model.random else {})
     if model.random and bench.drafted:
         settings |= {"speculative_config": by_look_up(bench.drafted) | _all_accepted(bench.drafted)}
     own: dict[str, Any] = {"dense": True}
     with tempfile.TemporaryDirectory() as folder:
-        if way not in (DENSE, "never"):
+        if way != DENSE:
             write_plan(plan, path := Path(folder) / "sparsekv.yaml")
-            own = {"plan": str(path), "backend": bench.backend, "sparse": "auto" if way == SPARSE else way}
+            own = {"plan": str(path), "backend": bench.backend, "sparse": "always" if way == ALWAYS else "auto"}
             settings |= asking_for_ours()
-        yield make_engine(model.folder, **settings, additional_config={"sparsekv": own})
+        settings |= {"additional_config": {"sparsekv": own}}
+        with engine_elsewhere(way, model.folder, settings) as engine:
+            yield engine
 
 
-def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: ServeBench, found: Measured) -> None:
+def _measure(engines: Mapping[str, Engine], load: Load, model: ServedModel, bench: ServeBench, found: Measured) -> None:
     from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 
     if not engines:
@@ -349,12 +340,13 @@ def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: 
     prompts = _prompts(load, model.vocabulary, bench.seed)
 
     def run(way: str) -> Served:
-        return serve(engines[way], prompts, load.answer, load.at_once, _arrivals(load, bench.seed))
+        served: Served = engines[way](serve, prompts, load.answer, load.at_once, _arrivals(load, bench.seed))
+        return served
 
     for engine in engines.values():
-        serve(engine, prompts[: _WARM_UP[0]], min(_WARM_UP[1], load.answer), load.at_once)
+        engine(serve, prompts[: _WARM_UP[0]], min(_WARM_UP[1], load.answer), load.at_once)
     if SPARSE in engines:
-        reset_stats(engines[SPARSE])
+        engines[SPARSE](reset_stats)
     turns = {way: [run(way)] for way in engines}
     found.turns |= turns
     untimed = [way for way, (one,) in turns.items() if load.answer > 1 and not one.token_seconds]
@@ -362,7 +354,7 @@ def _measure(engines: Mapping[str, Any], load: Load, model: ServedModel, bench: 
     notes = [_UNTIMED.format(way, together) for way in untimed]
     found.note = "; ".join(filter(None, (found.note, *notes, repeat_in_turn(turns, run, bench.repeats))))
     if SPARSE in engines:
-        found.counted, found.backend = serving_stats(engines[SPARSE]), backend_of(engines[SPARSE])
+        found.counted, found.backend = map(engines[SPARSE], (serving_stats, backend_of))
 
 
 def backend_of(llm: Any) -> str | None:

@@ -45,7 +45,6 @@ from sparsekv.bench.serve import (
     Load,
     ServeBench,
     ServedModel,
-    run_elsewhere,
     served_engine,
     served_model,
 )
@@ -107,16 +106,15 @@ class _Case:
 # --- one engine -------------------------------------------------------------------------------------------------------
 
 
-def _parts_of(way: str, case: _Case) -> list[TurnParts]:
-    with served_engine(way, case.model, case.plan, case.bench) as llm:
-        source = random.Random(0)
+def _parts_of(llm: Any, way: str, case: _Case) -> list[TurnParts]:
+    source = random.Random(0)
 
-        def tokens(count: int) -> list[int]:
-            return [source.randrange(1, case.model.vocabulary) for _ in range(count)]
+    def tokens(count: int) -> list[int]:
+        return [source.randrange(1, case.model.vocabulary) for _ in range(count)]
 
-        past = tokens(case.past)
-        _turn(llm, past)
-        return [measure_turn(way, llm, rows, lambda: past + tokens(rows), case.repeats) for rows in case.rows]  # noqa: B023
+    past = tokens(case.past)
+    _turn(llm, past)
+    return [measure_turn(way, llm, rows, lambda: past + tokens(rows), case.repeats) for rows in case.rows]  # noqa: B023
 
 
 def _turn(llm: Any, prompt: list[int]) -> float:
@@ -256,7 +254,10 @@ def main() -> None:
     with served_model(args.model, args.random, longest) as model:
         plan = load_plan(args.plan) if args.plan else _hand_plan(model, longest, args.density)
         case = _Case(model, plan, args.past, args.rows, args.repeats, bench)
-        each = [run_elsewhere(_parts_of, way, case) for way in (DENSE, SPARSE)]
+        each = []
+        for way in (DENSE, SPARSE):
+            with served_engine(way, model, plan, bench) as engine:
+                each.append(engine(_parts_of, way, case))
     parts = [one for both in zip(*each, strict=True) for one in both]
     tokenising = {rows: _tokenising_ms(args.tokenizer, args.past + rows, args.repeats) for rows in args.rows}
     if args.json:

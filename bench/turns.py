@@ -14,7 +14,6 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from math import exp, log
 from typing import Any, Protocol
@@ -24,17 +23,15 @@ from scipy.stats import ttest_1samp
 from sparsekv.bench.harness import Columns, Row, number, repeat_in_turn
 from sparsekv.bench.serve import (
     DENSE,
-    ENDED,
     SPARSE,
     Load,
     ServeBench,
     ServedModel,
     backend_of,
     noting,
-    run_elsewhere,
     served_engine,
 )
-from sparsekv.bench.vllm_engines import forget_prompts, greedy
+from sparsekv.bench.vllm_engines import Engine, EngineEndedError, forget_prompts, greedy
 from sparsekv.planner.progress import Progress, StageStep
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.schema import Plan
@@ -370,10 +367,7 @@ def _one_by_one(
     both = []
     for way in (SPARSE, DENSE):
         step.advance(0, note=way)
-        try:
-            both.append(run_elsewhere(_alone, way, model, plan, loads, bench))
-        except BrokenProcessPool:
-            both.append([PlayedLoad(note=ENDED.format(way)) for _ in loads])
+        both.append(_alone(way, model, plan, loads, bench))
         step.advance(len(loads))
     for load, sparse, dense in zip(loads, *both, strict=True):
         note = "; ".join(filter(None, (sparse.note, dense.note)))
@@ -383,12 +377,15 @@ def _one_by_one(
 def _alone(
     way: str, model: ServedModel, plan: Plan, loads: Sequence[SessionLoad], bench: ServeBench
 ) -> list[PlayedLoad]:
-    with served_engine(way, model, plan, bench) as engine:
-        return [found for _, found in _each({way: engine}, model, loads, bench, StageStep())]
+    try:
+        with served_engine(way, model, plan, bench) as engine:
+            return [found for _, found in _each({way: engine}, model, loads, bench, StageStep())]
+    except EngineEndedError as error:
+        return [PlayedLoad(note=str(error)) for _ in loads]
 
 
 def _each(
-    engines: Mapping[str, Any],
+    engines: Mapping[str, Engine],
     model: ServedModel,
     loads: Sequence[SessionLoad],
     bench: ServeBench,
@@ -404,21 +401,22 @@ def _each(
 
 
 def _measure(
-    engines: Mapping[str, Any], sessions: Sequence[Session], agents: int, bench: ServeBench, found: PlayedLoad
+    engines: Mapping[str, Engine], sessions: Sequence[Session], agents: int, bench: ServeBench, found: PlayedLoad
 ) -> None:
     from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 
     def run(way: str) -> Played:
-        return play(engines[way], sessions, agents)
+        played: Played = engines[way](play, sessions, agents)
+        return played
 
     for engine in engines.values():
-        warm_up(engine, sessions, agents)
+        engine(warm_up, sessions, agents)
     if SPARSE in engines:
-        reset_stats(engines[SPARSE])
+        engines[SPARSE](reset_stats)
     found.turns |= {way: [run(way)] for way in engines}
     found.note = repeat_in_turn(found.turns, run, bench.repeats)
     if SPARSE in engines:
-        found.counted, found.backend = serving_stats(engines[SPARSE]), backend_of(engines[SPARSE])
+        found.counted, found.backend = map(engines[SPARSE], (serving_stats, backend_of))
 
 
 def _filled(row: Row, found: PlayedLoad) -> Row:

@@ -1,10 +1,19 @@
-"""Engines of vLLM for benches, whose tensor-parallel ranks may be compared."""
+"""Engines of vLLM for benches, each in a process of its own, whose tensor-parallel ranks may be compared."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
 from typing import Any
 
 from sparsekv.plans.errors import BackendError
+from sparsekv.runtime.settings import preset_vllm
+
+Engine = Callable[..., Any]
+"""Calls a function with an engine (`vllm.LLM`) and further arguments, where that is: `engine(serve, prompts, 1)`."""
 
 COMPARING = "sparsekv.bench.comparing_worker.ComparingWorker"
 """The worker of an engine whose ranks are compared: `--worker-cls`."""
@@ -19,6 +28,45 @@ def make_engine(model: str, **settings: Any) -> Any:
 
     register()
     return LLM(model, **settings)
+
+
+class EngineEndedError(BackendError):
+    """The process of an engine is gone."""
+
+
+@contextmanager
+def engine_elsewhere(name: str, model: str, settings: dict[str, Any]) -> Iterator[Engine]:
+    """An engine in a process of its own: one that starts drops the CUDA graphs of all others of its process (vLLM 0.33,
+    `profile_cudagraph_memory`), and one that ends keeps some of the device's memory.
+
+    Raises:
+        EngineEndedError: the process ended, now or in a call.
+    """
+
+    def result(call: Future[Any]) -> Any:
+        try:
+            return call.result()
+        except BrokenProcessPool:
+            raise EngineEndedError(
+                f"{name}: its process ended without a result; its log says why, unless the system ended it for want "
+                "of memory"
+            ) from None
+
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        result(process.submit(_start, model, settings))
+        yield lambda run, *args: result(process.submit(_call, run, args))
+
+
+_started: list[Any] = []  # the engine of this process
+
+
+def _start(model: str, settings: dict[str, Any]) -> None:
+    preset_vllm()
+    _started.append(make_engine(model, **settings))
+
+
+def _call(run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return run(*_started, *args)
 
 
 def asking_for_ours() -> dict[str, Any]:

@@ -152,7 +152,7 @@ def verify(
     text = _LONG_TEXT if plan.evicting else _TEXT
     modes = modes_of(plan, options, loaded.model.dtype)
     with (
-        opened(loaded, modes, batch=samples.batch, chunk=samples.prefill_chunk, text=text) as evaluator,
+        opened(loaded, modes, samples.batch, samples.prefill_chunk, options.prefill_chunk, text=text) as evaluator,
         progress.stage("evaluate", max(whole - done, 0.0)) as step,
     ):
         Cells(evaluator, samples, source, sizes, file, step, bool(plan.evicting)).run()

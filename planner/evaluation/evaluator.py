@@ -125,7 +125,7 @@ def compare(
     step: StageStep | None = None,
 ) -> dict[str, Comparison]:
     """Compares modes with dense on samples of any origin; arguments as in `opened` and `Evaluator.compare`."""
-    with opened(loaded, modes, batch=batch, chunk=chunk, greedy=greedy) as evaluator:
+    with opened(loaded, modes, batch, chunk, chunk, greedy=greedy) as evaluator:
         return evaluator.compare(samples, step=step)
 
 
@@ -133,9 +133,10 @@ def compare(
 def opened(
     loaded: LoadedModel,
     modes: Mapping[str, Mode],
-    *,
     batch: int | None = None,
     chunk: int | None = None,
+    dense_chunk: int | None = None,
+    *,
     greedy: bool = True,
     text: int = 0,
 ) -> Iterator[Evaluator]:
@@ -143,7 +144,8 @@ def opened(
 
     Args:
         batch: most samples run at once; None: as many as surely fit.
-        chunk: most tokens of a prompt given to the model at once; None is all.
+        chunk: most tokens of a prompt given to the model at once by a mode; None is all.
+        dense_chunk: the same by the unmodified model, which attends through a mask behind a past: slower.
         greedy: measure exact agreement with dense's greedy continuation as well; False saves that text's decode steps.
         text: measure divergence and top-1 agreement on so many tokens of it too, at least `MOST_GREEDY` and
             fewer where the context ends before; 0 does not.
@@ -152,7 +154,7 @@ def opened(
         PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied; before anything runs.
     """
     with ExitStack() as stack:
-        yield Evaluator(loaded, _applied(modes, loaded.model, stack), batch, chunk, greedy, text)
+        yield Evaluator(loaded, _applied(modes, loaded.model, stack), batch, chunk, dense_chunk, greedy, text)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +165,7 @@ class Evaluator:
     modes: Mapping[str, Mode]
     batch: int | None
     chunk: int | None
+    dense_chunk: int | None
     greedy: bool
     text: int
 
@@ -210,7 +213,7 @@ class Evaluator:
         """Runs dense alone, in batches that modes may run beside later; their order is that of the batches."""
         runs = []
         for batch in batches(samples, self.loaded.model, self.batch, self.text):
-            run, outcomes, _ = _Run.of(self.loaded, batch, self.chunk, self.greedy, self.text)
+            run, outcomes, _ = self._dense_run(batch)
             runs.append(DenseBatch(run, outcomes))
             _advance(step, batch.samples, DENSE)
         return tuple(runs)
@@ -226,9 +229,12 @@ class Evaluator:
                 _advance(step, samples, name)
         return Comparison(tuple(outcomes), spent)
 
+    def _dense_run(self, batch: Batch) -> tuple[_Run, tuple[Outcome, ...], Prefilled]:
+        return _Run.of(self.loaded, batch, self.chunk, self.dense_chunk, self.greedy, self.text)
+
     def _measured(self, modes: Mapping[str, Mode], samples: Iterable[Sample]) -> Generator[Measured]:
         for batch in batches(samples, self.loaded.model, self.batch, self.text):
-            run, outcomes, prompts = _Run.of(self.loaded, batch, self.chunk, self.greedy, self.text)
+            run, outcomes, prompts = self._dense_run(batch)
             yield DENSE, batch.samples, outcomes, Spent()
             # a layer with a sliding window has dropped the tokens behind it
             attending = (layer for layer in prompts.cache.layers if not isinstance(layer, LinearAttentionLayer))
@@ -344,11 +350,11 @@ class _Run:
     @classmethod
     @torch.no_grad()
     def of(
-        cls, loaded: LoadedModel, batch: Batch, chunk: int | None, greedy: bool, text: int
+        cls, loaded: LoadedModel, batch: Batch, chunk: int | None, dense_chunk: int | None, greedy: bool, text: int
     ) -> tuple[_Run, tuple[Outcome, ...], Prefilled]:
         """Prefills the prompts, continues them greedily from a copy of the cache, and reads the answers in one pass."""
         model: Any = loaded.model
-        prompts, tokens = prefill_turns(model, batch, chunk), min(batch.answer_BA.shape[1], MOST_GREEDY)
+        prompts, tokens = prefill_turns(model, batch, dense_chunk), min(batch.answer_BA.shape[1], MOST_GREEDY)
         tokens = max(tokens, min(text, loaded.info.context_length - batch.past))
         greedy_BGV, states = prompts.logits_BKV[:, :0], states_of(prompts.cache)
         with without_plans():

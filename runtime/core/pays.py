@@ -123,7 +123,8 @@ def contexts(shortest: int, longest: int) -> tuple[int, ...]:
 def measure(
     sizes: Iterable[int], lengths: Sequence[int], gain: Gain, *, margin: float = 1.0, until: Clock | None = None
 ) -> Thresholds:
-    """Finds the threshold of each size by bisection, the largest size first.
+    """Finds the threshold of each size, the largest size first, from short contexts to long ones: a long one takes many
+    times as long to time.
 
     Args:
         lengths: contexts to choose from, ascending.
@@ -152,9 +153,13 @@ def _gains(gain: Gain, margin: float, size: int, length: int) -> bool:
 
 def _first(lengths: Sequence[int], is_faster: Callable[[int], bool]) -> int | None:
     """The position of the first length at which sparse is faster, taken to be so at all longer ones."""
-    if not lengths or not is_faster(lengths[-1]):
+    if not lengths:
         return None
-    low, high = 0, len(lengths) - 1
+    low, high, last = 0, 0, len(lengths) - 1
+    while not is_faster(lengths[high]):
+        if high == last:
+            return None
+        low, high = high + 1, min(2 * high + 1, last)
     while low < high:
         middle = (low + high) // 2
         if is_faster(lengths[middle]):

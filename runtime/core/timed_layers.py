@@ -63,7 +63,7 @@ def launched_us(launches: Sequence[Launch], device: torch.device) -> list[float]
 def computed_us(launches: Sequence[Launch], device: torch.device) -> list[float]:
     """Median time of each launch on the device, whatever the program takes: of what will run as a graph."""
     with torch.cuda.device(device):
-        return _in_turn(launches, _ROUNDS, device, 2 * max(map(_issued_us, launches)))
+        return _in_turn(launches, _ROUNDS, device, 2 * max(_issued_us(launch, 1) for launch in launches))
 
 
 def device_us(launches: Sequence[Launch], device: torch.device, rounds: int = _ROUNDS) -> list[float]:
@@ -71,11 +71,11 @@ def device_us(launches: Sequence[Launch], device: torch.device, rounds: int = _R
         return _in_turn(launches, rounds, device, _ISSUE_US)
 
 
-def _issued_us(launch: Launch) -> float:
+def _issued_us(launch: Launch, rounds: int = _ROUNDS) -> float:
     """The program's time for a launch that the device does not begin meanwhile."""
     launch()  # compiles
     samples = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         torch.cuda.synchronize()
         torch.cuda._sleep(int(_WAIT_US * _CYCLES_A_US))
         started = time.perf_counter()

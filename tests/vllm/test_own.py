@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from engines_here import engine_here
+
 from sparsekv.bench.own_vllm import Engines, OwnPrompts, OwnRequest, OwnTurns, named
 from sparsekv.bench.serve import DENSE, SPARSE
 from sparsekv.plans.schema import Plan
@@ -13,7 +15,7 @@ def test_every_figure_that_is_asked_for_has_a_value_a_repeat_and_what_the_plan_c
     request = OwnRequest(
         model="", plan="", device="cpu", dtype="float32", backend="auto", longest=2048, step_tokens=512, repeats=2
     )
-    engines = Engines({DENSE: plain, SPARSE: engine}, plan, request)
+    engines = Engines({DENSE: engine_here(plain), SPARSE: engine_here(engine)}, plan, request)
     load = OwnPrompts(length=1100, answer=4, prompts=(tuple(prompts[1100]), tuple(prompts[1100][::-1])))
     found = [*engines.requests(load)]
     assert [figure.key for figure in found] == [figure.key for figure in named(load)]
@@ -33,7 +35,10 @@ def test_a_turn_computes_its_own_tokens_behind_the_session_so_far(
     request = OwnRequest(
         model="", plan="", device="cpu", dtype="float32", backend="auto", longest=2048, step_tokens=512, repeats=1
     )
-    engines, text = Engines({DENSE: plain, SPARSE: engine}, plan, request), tuple(prompts[1500])
+    engines, text = (
+        Engines({DENSE: engine_here(plain), SPARSE: engine_here(engine)}, plan, request),
+        tuple(prompts[1500]),
+    )
     load = OwnTurns(answer=3, repeats=1, agents=((text[:1024], text[1024:1100]), (text[1:1025], text[1100:1176])))
     found = [*engines.played(load)]
     assert [figure.key for figure in found] == [figure.key for figure in named(load)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines_here import engine_here
 
 from sparsekv.bench import serve as serving
 from sparsekv.bench import turns
@@ -77,10 +78,9 @@ def test_a_row_has_the_times_of_each_engine_and_the_density_of_the_sparse_one(
 
     @contextmanager
     def started(way: str, *_: Any) -> Iterator[Any]:
-        yield engine if way == SPARSE else slow
+        yield engine_here(engine if way == SPARSE else slow)
 
     monkeypatch.setattr(serving, "served_engine", started)
-    monkeypatch.setattr(serving, "run_elsewhere", lambda run, *args: run(*args))
     (row,) = (row.data() for row in bench_serve(model, plan, "given", bench))
     assert (row["note"], row["failures"], row["backend"]) == ("", 0, "cpu")
     assert min(row["dense_ms"], row["dense_token_ms"]) >= 1e3 * DELAY
@@ -100,10 +100,9 @@ def test_a_row_has_the_turns_of_both_engines_side_by_side(
 
     @contextmanager
     def started(way: str, *_: Any) -> Iterator[Any]:
-        yield engine if way == SPARSE else slow
+        yield engine_here(engine if way == SPARSE else slow)
 
     monkeypatch.setattr(turns, "served_engine", started)
-    monkeypatch.setattr(turns, "run_elsewhere", lambda run, *args: run(*args))
     load = TurnLoad(context=512, new=192, turns=2, answer=3, agents=2)
     (row,) = (row.data() for row in bench_turns(model, plan, "given", [load], bench))
     assert (row["note"], row["failures"], row["backend"], row["length"]) == ("", 0, "cpu", load.longest)
