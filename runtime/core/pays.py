@@ -21,7 +21,8 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.types import format_length, parse_length
 
 Gain = Callable[[int, int], float]
-"""Dense time over sparse time of a step with so many rows at a context of so many tokens."""
+"""Dense time over sparse time of a step with so many rows at a context of so many tokens; nan where that cannot be
+measured."""
 
 Clock = Callable[[], float]
 
@@ -121,7 +122,13 @@ def contexts(shortest: int, longest: int) -> tuple[int, ...]:
 
 
 def measure(
-    sizes: Iterable[int], lengths: Sequence[int], gain: Gain, *, margin: float = 1.0, until: Clock | None = None
+    sizes: Iterable[int],
+    lengths: Sequence[int],
+    gain: Gain,
+    *,
+    margin: float = 1.0,
+    until: Clock | None = None,
+    hint: Thresholds = EVERYWHERE,
 ) -> Thresholds:
     """Finds the threshold of each size, the largest size first, from short contexts to long ones: a long one takes many
     times as long to time.
@@ -131,6 +138,7 @@ def measure(
         gain: measures; a size with more rows than the context is never asked.
         margin: the gain from which sparse is taken.
         until: seconds that are left; sizes whose turn comes later are dense.
+        hint: of sizes that cannot be measured at any context.
     """
     thresholds: list[tuple[int, int]] = []
     least = 0  # a smaller step never has a lower threshold
@@ -138,17 +146,20 @@ def measure(
         if until is not None and until() <= 0:
             break
         at = [length for length in lengths if length >= max(least, size)]
-        position = _first(at, partial(_gains, gain, margin, size))
-        if position is None:
+        gains: list[float] = []
+        position = _first(at, partial(_gains, gain, margin, size, gains))
+        hinted = hint.at(size) if gains and all(map(math.isnan, gains)) else None
+        if position is None and hinted is None:
             break  # nor does any smaller step gain
         # At the shortest context that so many rows can have, nothing is said of shorter ones.
-        least = at[position] if position else least
-        thresholds.append((size, at[position]))
+        least = max(least, hinted or 0) if position is None else at[position] if position else least
+        thresholds.append((size, least if position is None else at[position]))
     return _descending(reversed(thresholds))
 
 
-def _gains(gain: Gain, margin: float, size: int, length: int) -> bool:
-    return gain(size, length) >= margin
+def _gains(gain: Gain, margin: float, size: int, gains: list[float], length: int) -> bool:
+    gains.append(gain(size, length))
+    return gains[-1] >= margin
 
 
 def _first(lengths: Sequence[int], is_faster: Callable[[int], bool]) -> int | None:

@@ -178,7 +178,8 @@ class TimedLayers(ABC):
 
     @abstractmethod
     def prefill_gain(self, layer: LayerProgram, rows: int, length: int) -> float:
-        """Dense time over sparse time of a chunk of so many rows that ends a prompt, in one layer."""
+        """Dense time over sparse time of a chunk of so many rows that ends a prompt, in one layer; nan where random
+        keys never reach the share of calibration prompts."""
 
     @abstractmethod
     def decode_gain(self, rows: int, length: int) -> float:
@@ -208,7 +209,8 @@ class TimedLayers(ABC):
         lengths = [n for n in (*contexts(_SMALLEST_CHUNK, longest), *begins) if layer.patterns_at(n)]
         rows = [_SMALLEST_CHUNK << (2 * power) for power in range(8)]
         rows = [*(size for size in rows if size < step), step]
-        return measure(rows, sorted({*lengths, longest}), partial(self.prefill_gain, layer), margin=_MARGIN, until=left)
+        lengths, gain, hint = sorted({*lengths, longest}), partial(self.prefill_gain, layer), self.program.hint.prefill
+        return measure(rows, lengths, gain, margin=_MARGIN, until=left, hint=hint)
 
     def _decode_thresholds(self, left: Clock) -> Thresholds:
         if not self.program.sparse:
@@ -251,10 +253,6 @@ class TimedLayers(ABC):
         counted = zip(every[0].tiles[own], every[0].columns[own], strict=True)
         return [(min(1.0 - columns, here + max(0.0, tiles - least)), columns) for tiles, columns in counted]
 
-    def hinted_gain(self, rows: int, length: int) -> float:
-        """Stands in for a gain where random keys never reach the share of calibration prompts."""
-        return math.inf if self.program.hint.prefill.pays(rows, length) else 0.0
-
     def layer_gain(self, dense: Launch, sparse: Launch, x_TE: torch.Tensor, captured: bool = False) -> float:
         """Dense time over sparse time of a layer: attention, and products as of its projections, whose time on the
         device hides that of the program, which an index takes more of, unless it runs as a graph. `x_TE` has as many
@@ -279,11 +277,13 @@ class TimedLayers(ABC):
         """One layer of each kind of sparse layer, and their number; filter layers come first in their segments."""
         return [(layer, count) for layer, count in self.program.alike_in_decode if layer.role.is_sparse]
 
-    def step_gain(self, times: Sequence[float]) -> float:
+    def step_us(self, times: Sequence[float]) -> tuple[float, float]:
+        """Microseconds of all layers of a step, dense and by the plan, from those of one dense layer and of one of each
+        kind."""
         dense, counts = times[0], [count for _, count in self.kinds]
         ours = sum(us * count for us, count in zip(times[1:], counts, strict=True))
         layers = len(self.program.attending)
-        return layers * dense / (ours + (layers - sum(counts)) * dense)
+        return layers * dense, ours + (layers - sum(counts)) * dense
 
 
 def _typical(layers: Sequence[LayerProgram], longest: int) -> LayerProgram | None:

@@ -8,6 +8,7 @@ Shapes: B rows, H query heads, G KV heads, T rows of a chunk, K tokens, D head s
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -96,7 +97,7 @@ class ModelLayers(TimedLayers):
         )
         alike = self.alike(layer, q_BHTD, k_BGKD, chunk, scale)
         if alike is None:
-            return self.hinted_gain(rows, length)
+            return math.nan
         dense, sparse = partial(attend, layer.without_patterns), partial(attend, alike)
         return self.layer_gain(dense, sparse, q_BHTD[0].transpose(0, 1).flatten(1))
 
@@ -114,8 +115,8 @@ class ModelLayers(TimedLayers):
 
         layers = [replace(kinds[0], role=DENSE), *kinds]
         timer = self.timers.launched if self.program.remembers else self.timers.replayed  # as they run
-        times = timer([partial(step, layer) for layer in layers], self.device)
-        return self.step_gain(times)
+        dense, sparse = self.step_us(timer([partial(step, layer) for layer in layers], self.device))
+        return dense / sparse
 
     def _tensors(
         self, layer: LayerProgram, batch: int, queries: int, length: int

@@ -178,13 +178,17 @@ class DecodeRows:
             self._sparse[key] = sparse_B, sparse_R
         return self._sparse[key]
 
+    def left(self, layer: LayerProgram) -> torch.Tensor:
+        """int32 [B]: the lengths of the requests that do not choose for this layer, 0 for the others."""
+        return self.lengths_B - self._lengths(layer)[0]
+
     def rest(self, layer: LayerProgram, metadata: Any, without: Callable[[Any, torch.Tensor], Any]) -> Any:
         """The metadata of the rows that do not choose for this layer, for the engine's kernel; built once a step and
         segment. `without` gives metadata other lengths, 0 for rows that choose."""
         key = layer.role.rows_key
         if key not in self._rest:
             whole = metadata if self.part_of is None else self.part_of()
-            self._rest[key] = without(whole, self.lengths_B - self._lengths(layer)[0])
+            self._rest[key] = without(whole, self.left(layer))
         return self._rest[key]
 
     def attend(

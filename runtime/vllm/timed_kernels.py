@@ -9,6 +9,7 @@ decode step, R their rows.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm.engine_host import EngineHost
 
 _SECONDS = 5.0
+_SHORT = 128  # tokens: nothing chooses among so few
 _MOST_TEXT = 1024  # bytes of a rule
 _FINITE = 0x7F  # bytes below it are numbers in e4m3
 _MOST_BYTES = 1 << 31  # of pages, many times a device's cache; more rows share them in another order
@@ -75,7 +77,7 @@ class EngineLayers(TimedLayers):
 
         alike = self.alike(layer, q_THD.transpose(0, 1)[None], keys().k, chunk, scale)
         if alike is None:
-            return self.agreed(self.hinted_gain(rows, length))  # ranks that reached the share wait
+            return self.agreed(math.nan)  # ranks that reached the share wait
 
         def sparse() -> None:
             out_THD.copy_(self.host.prefill(alike, q_THD, keys(), chunk, scale, counted=False))
@@ -85,7 +87,14 @@ class EngineLayers(TimedLayers):
         return self.agreed(self.layer_gain(dense, sparse, q_THD.flatten(1), captured))
 
     def decode_gain(self, rows: int, length: int) -> float:
-        """All layers of a step of so many requests, of which one of each kind is timed, filter layers first."""
+        """All layers of a step of so many requests, of which one of each kind is timed, filter layers first. A captured
+        step has our kernels at every length: no context gains that saves less than they cost where nothing chooses."""
+        dense, sparse = self._step_us(rows, length, 0)
+        short, idle = self._step_us(rows, min(_SHORT, length), None)
+        return self.agreed(dense / sparse if dense - sparse > idle - short else 0.0)
+
+    def _step_us(self, rows: int, length: int, least: int | None) -> tuple[float, float]:
+        """Microseconds of all layers of a step, dense and by the plan; `least` as in `DecodeHost.begin`."""
         assert self.host.decode is not None
         kinds, scale = [layer for layer, _ in self.kinds], self.size**-0.5
         layer = kinds[0]
@@ -97,16 +106,19 @@ class EngineLayers(TimedLayers):
         starts_X = (
             torch.arange(rows + 1, dtype=torch.int32, device=self.device) * self.host.queries if several else None
         )
-        step = self.host.decode.begin(lengths_B, (), pages.table_BP, None, 0, starts_X, verified)
+        step = self.host.decode.begin(lengths_B, (), pages.table_BP, None, least, starts_X, verified)
+
+        def sparse(layer: LayerProgram) -> Launch:
+            rest = self.dense(q_RHD, pages, step.left(layer).tolist(), out_RHD)
+
+            def launch() -> None:
+                rest()
+                step.attend(layer, q_RHD, pages.pages, out_RHD, scale, self.softmax, self.scales)
+
+            return launch
+
         dense = self.dense(q_RHD, pages, [length] * rows, out_RHD)
-        idle = self.dense(q_RHD, pages, [0] * rows, out_RHD)
-
-        def sparse(layer: LayerProgram) -> None:
-            idle()
-            step.attend(layer, q_RHD, pages.pages, out_RHD, scale, self.softmax, self.scales)
-
-        times = self.timers.replayed([dense, *(partial(sparse, layer) for layer in kinds)], self.device)
-        return self.agreed(self.step_gain(times))
+        return self.step_us(self.timers.replayed([dense, *map(sparse, kinds)], self.device))
 
     def dense(self, q_THD: torch.Tensor, pages: Pages, lengths: Sequence[int], out_THD: torch.Tensor) -> Launch:
         scales, scale = self.scales, self.size**-0.5

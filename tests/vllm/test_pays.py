@@ -123,10 +123,31 @@ def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(
 
     place = Place("sha256:", 3072, BUDGET, 4, computed)
     rule = EngineLayers(host.program, place, Timers(launched, replayed), host, CPU, 64, scales).rule(60.0)
-    assert len(seen) > 2
+    assert seen
     assert rule.prefill.pays(BUDGET, CROSSOVER + 200)
     assert not rule.prefill.pays(BUDGET, CROSSOVER)
     assert rule.decode.pays(4, 2048)
+
+
+@pytest.mark.parametrize(("saved", "idle", "pays"), [(0.3, 0.1, True), (0.1, 0.3, False)])
+def test_decode_pays_where_it_saves_more_than_it_costs_where_nothing_chooses(
+    engine: Any, host: Any, saved: float, idle: float, pays: bool
+) -> None:
+    lengths: list[list[int]] = []
+
+    class Layers(EngineLayers):
+        def dense(self, q_THD: Any, pages: Any, of: Any, out_THD: Any) -> Any:
+            lengths.append([*of])
+            return lambda: None
+
+    def replayed(launches: Any, device: torch.device) -> list[float]:
+        short = lengths[-1] != [0]  # what is left to vLLM's kernel by the last layer
+        return [1.0, *[1.0 + idle if short else 1.0 - saved] * (len(launches) - 1)]
+
+    layers = Layers(host.program, Place("sha256:", 3072, BUDGET, 4, {}), Timers(replayed, replayed), host, CPU, 64)
+    assert (layers.decode_gain(1, 2048) > 1.0) is pays
+    kinds = len(layers.kinds)
+    assert lengths == [[2048], *[[0]] * kinds, [128], *[[128]] * kinds]
 
 
 def test_an_engine_measures_once_a_place(
@@ -180,7 +201,7 @@ def test_layers_with_soft_caps_are_timed_with_their_caps(
     layers.prefill_gain(host.program.layers[1], BUDGET, 3072)
     layers.decode_gain(1, 2048)
     assert set(caps) == {3.0}
-    assert len(caps) == 1 + len(layers.kinds)
+    assert len(caps) == 1 + 2 * len(layers.kinds)
 
 
 def test_vllms_kernel_caps_scores(host: Any) -> None:

@@ -1,5 +1,6 @@
 """The rule of where sparse attention is faster, from times that are given."""
 
+import math
 import random
 
 import pytest
@@ -54,6 +55,19 @@ def test_twenty_noisy_measurements_give_each_size_at_most_two_neighbouring_thres
 def test_where_nothing_gains_every_step_is_dense():
     assert measure(SIZES, LENGTHS, lambda rows, tokens: 0.99) == Thresholds()
     assert not NEVER.prefill.pays(1 << 20, 1 << 20)
+
+
+def test_contexts_that_cannot_be_measured_are_dense_and_sizes_that_cannot_at_any_as_hinted():
+    measured = measure((512,), LENGTHS, lambda rows, tokens: 2.0 if tokens >= LENGTHS[2] else math.nan)
+    assert measured.at(512) == LENGTHS[2]
+    hinted = measure((128, 512), LENGTHS, lambda rows, tokens: math.nan, hint=Thresholds((200,), (0,)))
+    assert (hinted.at(128), hinted.at(512)) == (None, 0)
+
+
+def test_long_contexts_are_timed_where_short_ones_do_not_gain():
+    asked = []
+    measure((128,), LENGTHS, lambda rows, tokens: asked.append(tokens) or 2.0)
+    assert asked == [min(length for length in LENGTHS if length >= 128)]
 
 
 def test_sizes_that_time_did_not_reach_are_dense():
