@@ -139,8 +139,12 @@ def quality_sentence(quality: Quality, status: str) -> str:
         return f"{status} ({_OLD}, the test of an earlier version){_because(quality)}"
     parts = [f"{status} ({quality.test}): {_prompts(quality)}"]
     parts += [line] if (line := _excluded(quality.excludes)) else []
-    left = [f"{cell.task} at {format_length(cell.length)}" for cell in quality.cells if not cell.judged]
-    parts += [f"not judged: {', '.join(left)}"] if left else []
+    left: dict[str, list[str]] = {}
+    for cell in quality.cells:
+        if not cell.judged:
+            left.setdefault(cell.task, []).append(format_length(cell.length))
+    told = [f"{task} at {' '.join(lengths)}" for task, lengths in left.items()]
+    parts += [f"not judged: {', '.join(told)}"] if told else []
     return "; ".join(parts) + _because(quality)
 
 

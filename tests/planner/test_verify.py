@@ -104,7 +104,7 @@ def test_dense_runs_before_the_plan_and_alone_where_it_fails(monkeypatch, loaded
     assert {task for name, task, *_ in made.calls if name == "both"} == {*TESTED} - hard
     assert found.verified
     assert sentence(found.recorded(narrow(loaded.model))).endswith(
-        "not judged: kv_retrieval at 2k, two_stage at 2k, kv_retrieval at 4k, two_stage at 4k"
+        "not judged: kv_retrieval at 2k 4k, two_stage at 2k 4k"
     )
 
 
