@@ -1,11 +1,12 @@
 """Whether the rule that an engine measures is the right one: `auto` beside `always` and dense, cell by cell.
 
-    python -m sparsekv.bench.pays_grid MODEL --plan FILE|--densities 32k:0.21,128k:0.12 -o FILE
+    python -m sparsekv.bench.pays_grid MODEL --plan plan.yaml -o cells.jsonl
         [--requests 1,4,16] [--lengths 2k,8k,32k,128k] [--rows 128,512,2k,8k,16k] [--decode] [--repeats 5]
+    python -m sparsekv.bench.pays_grid MODEL --densities 32k:0.21,128k:0.12 -o cells.jsonl
 
 In an environment with vLLM. Three engines take turns. A cell is so many requests of a length: either of
 which all but the last rows are cached, timed up to the last first token, or that decode together, timed a step. Cells
-are lines of FILE as soon as they are known, and are not run again; those that do not fit are told.
+are lines of the file as soon as they are known, and are not run again; those that do not fit are told.
 """
 
 from __future__ import annotations
