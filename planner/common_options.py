@@ -26,7 +26,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 # Written down here, since the tasks themselves bring numpy.
 TASKS = (
     *("quote_text", "quote_code", "niah_single", "niah_multikey", "kv_retrieval", "two_stage", "variable_tracking"),
-    *("perplexity", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "second_question"),
+    *("perplexity", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "second_question", "turns"),
 )
 
 

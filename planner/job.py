@@ -105,7 +105,8 @@ def job_of(
         settled = with_tasks(loaded, settled, own.tasks if own else (), progress)
     kit = prepare(loaded.tokenizer, Split.VERIFICATION) if verifies else None
     if kit is not None:
-        EvalSamples(tasks_tested(evicts=settled.retain is not None), settled.verify_lengths).check_fit(kit)
+        tasks = tasks_tested(loaded.info.model_type, evicts=settled.retain is not None)
+        EvalSamples(tasks, settled.verify_lengths).check_fit(kit)
     texts = tuple(prompt.text for prompt in settled.prompts)
     calibration = Calibration(loaded.tokenizer, texts, settled.tasks, settled.seed)
     return Job(loaded.info, settled, loaded, calibration, kit, profile, own, held_out=held_out)

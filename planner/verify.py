@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,6 +43,7 @@ from sparsekv.planner.verify_cells import (
     Cells,
     OutcomesSettings,
     cell_of,
+    cells_tested,
     content_seed,
     lengths_tested,
     modes_of,
@@ -168,7 +170,7 @@ def _samples(
     held: HeldOut | None,
 ) -> tuple[EvalSamples, tuple[str, ...]]:
     """The prompts of a run, and the options by which they were chosen, which verify nothing."""
-    tasks = options.verify_tasks or tasks_tested(evicts=bool(plan.evicting))
+    tasks = options.verify_tasks or tasks_tested(plan.model.model_type, evicts=bool(plan.evicting))
     lengths = lengths_tested(plan, options.verify_lengths)
     seed = content_seed(plan, run.number) if options.verify_seed is None else options.verify_seed
     samples = EvalSamples(tasks, lengths, 1, options.batch, seed, prefill_chunk=step_of(plan, options.prefill_chunk))
@@ -184,9 +186,9 @@ def _prompts(samples: EvalSamples, sizes: Sizes) -> dict[int, int]:
     """About how many prompts of each length run, where dense answers all of them."""
     if isinstance(samples, GivenSamples):
         return {length: len(prompts) for length, prompts in samples.given.items()}
-    tasks = len(samples.tasks)
-    short = max(sizes.answered, math.ceil(sizes.judged / (tasks * len(samples.lengths))))
-    return {length: tasks * (short if length <= LONG else sizes.long_prompts) for length in samples.lengths}
+    tasks = Counter(length for length, _ in cells_tested(samples.tasks, samples.lengths))
+    short = max(sizes.answered, math.ceil(sizes.judged / tasks.total()))
+    return {length: count * (short if length <= LONG else sizes.long_prompts) for length, count in tasks.items()}
 
 
 def _settings(

@@ -31,19 +31,30 @@ from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBu
 from sparsekv.plans.quality import HURT_BY_EVICTION, LengthScore
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import Digest, KVDtype, Length, Natural, Part, Positive, Text, format_length
+from sparsekv.runtime.hf.describe import takes_one_piece
 
 # One key among hundreds like it, several values, two stages; and three that small models answer too. Each further cell
 # is one more that a lossless plan can miss: the simulation of the test holds for as many as there are.
 TESTED = ("kv_retrieval", "niah_multivalue", "two_stage", "niah_single", "quote_text", "quote_code")
+TURNS = "turns"  # one cell more
 BROKEN = 20.0  # nats, of a prompt without finite probabilities
 
 Exact = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # not rounded: two halves are to give one whole
 Truth = Annotated[bool, Field(strict=True)]
 
 
-def tasks_tested(*, evicts: bool) -> tuple[str, ...]:
-    """The tasks of a test, as many for every plan."""
-    return (*TESTED[:-2], *HURT_BY_EVICTION) if evicts else TESTED
+def tasks_tested(model_type: str, *, evicts: bool) -> tuple[str, ...]:
+    """The tasks of a test. Turns are left out where layers evict, whose second question is one, and where transformers
+    cannot go on behind a prompt."""
+    if evicts:
+        return (*TESTED[:-2], *HURT_BY_EVICTION)
+    return TESTED if takes_one_piece(model_type) else (*TESTED, TURNS)
+
+
+def cells_tested(tasks: Sequence[str], lengths: Sequence[int]) -> list[tuple[int, str]]:
+    """Lengths with their tasks: all at each, but for turns, which are at the longest that has bounds of its own."""
+    longest = max((n for n in lengths if n <= LONG), default=max(lengths))
+    return [(n, task) for n, task in product(lengths, tasks) if task != TURNS or n == longest]
 
 
 def lengths_tested(plan: Plan, lengths: Sequence[int]) -> tuple[int, ...]:
@@ -245,7 +256,7 @@ class Cells:
     def run(self) -> None:
         """Measures every cell, then further prompts of the judged ones."""
         measured = self.file.all(CellOutcomes)
-        for length, task in product(self.samples.lengths, self.samples.tasks):
+        for length, task in cells_tested(self.samples.tasks, self.samples.lengths):
             if (task, length, False) not in measured:
                 self.file.add(self._first(task, length))
         if isinstance(self.samples, GivenSamples):

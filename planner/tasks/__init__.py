@@ -25,7 +25,7 @@ from sparsekv.planner.tasks.documents import (
     Turn,
 )
 from sparsekv.planner.tasks.quotes import Perplexity, Quote
-from sparsekv.planner.tasks.retrieval import KvRetrieval, Niah, SecondQuestion, TwoStage, VariableTracking
+from sparsekv.planner.tasks.retrieval import KvRetrieval, Niah, SecondQuestion, Turns, TwoStage, VariableTracking
 from sparsekv.planner.tasks.ruler import Cwe, Fwe, NiahMultiquery, NiahMultivalue, Vt
 from sparsekv.planner.tasks.text import Corpus, Filler, Ids, PieceEncoder, Split, TaskError, load_filler_text
 
@@ -46,7 +46,10 @@ _RETRIEVAL: tuple[Task, ...] = (
 # Only where they are asked for by name.
 _RULER: tuple[Task, ...] = (NiahMultivalue(), NiahMultiquery(), Vt(), Cwe(), Fwe())
 
-TASKS: dict[str, Task] = {task.name: task for task in (*_QUOTES, *_RETRIEVAL, Perplexity(), *_RULER, SecondQuestion())}
+_Conversation = SecondQuestion | Turns
+
+_OTHERS: tuple[Task, ...] = (Perplexity(), *_RULER, SecondQuestion(), Turns())
+TASKS: dict[str, Task] = {task.name: task for task in (*_QUOTES, *_RETRIEVAL, *_OTHERS)}
 QUOTE_TASKS = tuple(task.name for task in _QUOTES)
 RETRIEVAL_TASKS = tuple(task.name for task in _RETRIEVAL)
 RULER_TASKS = tuple(task.name for task in _RULER)
@@ -78,8 +81,8 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
     """One prompt with its answer.
 
     Where the kit has the frame of a chat, the prompt is a user's message and the beginning of the reply; text that is
-    to be continued has no frame, nor have two questions where the template is one of single messages. Of two questions
-    about a document the second is to be answered, behind the first and its answer.
+    to be continued has no frame, nor have two questions where the template is one of single messages. Of several
+    questions the last is to be answered, behind the others and their answers.
 
     Args:
         length: tokens before the answer, frame included, and of the longest answer that the task can have with this
@@ -88,26 +91,28 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
             `perplexity` depends on earlier ones, to be another one.
     """
     kit = kit.of_sample(task.name, length, seed, index)
-    is_twice = isinstance(task, SecondQuestion)
     frame = _frame(kit, task)
     parts = (frame.before_ids, frame.after_ids, frame.between_ids or ())
     before, after, between = (np.asarray(ids, np.int32) for ids in parts)
-    around = len(before) + len(after) + (len(between) + len(after) if is_twice else 0)
+    questions = task.questions(length) if isinstance(task, _Conversation) else 1
+    around = len(before) + len(after) + (questions - 1) * (len(between) + len(after))
     if length <= around:
         raise TaskError(f"expected a length of more than {around} tokens, found {length}")
     room = length - around
     earlier = (generator(kit.split, task.name, length, seed, before) for before in range(index))
     draws = Draws(generator(kit.split, task.name, length, seed, index), earlier, kit.wording.second_words)
-    document = task.document(kit, DocumentRequest(room, answer_room=task.longest_answer(kit.encoder, room)), draws)
+    request = DocumentRequest(room, questions, answer_room=task.longest_answer(kit.encoder, room))
+    document = task.document(kit, request, draws)
 
     def asked(query: Query) -> list[Ids]:
         cut = len(query.question_ids) - query.cue
         return [query.question_ids[:cut], after, query.question_ids[cut:]]
 
-    prompt_ids = np.concatenate([before, document.context_ids, *asked(document.queries[0])])
+    first_ids, *later_ids = np.split(document.context_ids, document.cuts)
+    prompt_ids = np.concatenate([before, first_ids, *asked(document.queries[0])])
     later = tuple(
-        Turn(first.answer_ids, np.concatenate([between, *asked(second)]))
-        for first, second in pairwise(document.queries)
+        Turn(first.answer_ids, np.concatenate([between, ids, *asked(second)]))
+        for (first, second), ids in zip(pairwise(document.queries), later_ids, strict=True)
     )
     last = document.queries[-1]
     return Sample(prompt_ids, last.answer_ids, last.answer, task.name, length, later)
@@ -116,7 +121,7 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
 def _frame(kit: Kit, task: Task) -> ChatFrame:
     chat = kit.chat
     lacks_turns = chat is not None and chat.between_ids is None
-    if chat is None or isinstance(task, Perplexity) or (lacks_turns and isinstance(task, SecondQuestion)):
+    if chat is None or isinstance(task, Perplexity) or (lacks_turns and isinstance(task, _Conversation)):
         return ChatFrame(kit.encoder.bos_ids, (), kit.encoder.newline_ids)
     return chat
 

@@ -169,11 +169,13 @@ class Document:
 
     Attributes:
         context_is_text: true on filler, false on planted statements.
+        cuts: of a conversation, tokens of the context before each question but the last.
     """
 
     context_ids: Ids
     context_is_text: Mask
     queries: tuple[Query, ...]
+    cuts: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.context_ids) + sum(len(query) for query in self.queries)

@@ -1,12 +1,15 @@
-"""Tasks that ask for what was planted: needles, once or twice, key-value pairs, two-stage retrieval, variable tracking.
+"""Tasks that ask for what was planted: needles, also turn by turn, key-value pairs, two stages, variable tracking.
 
 Sources: `niah_single`, `niah_multikey` and `variable_tracking` follow RULER (arXiv 2404.06654, section 3),
 `kv_retrieval` the key-value task of Lost in the Middle (arXiv 2307.03172, section 3), `two_stage` the 2StageRetr of
 OmniKV (ICLR 2025).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
 
 from sparsekv.planner.tasks.documents import (
     Document,
@@ -71,6 +74,9 @@ class SecondQuestion:
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
         return longest_value(_NEEDLE_DIGITS)
 
+    def questions(self, length: int) -> int:
+        return 2
+
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. There are two questions, whatever the request says."""
         needles = _needles(kit, draws, request.statements or self.needles)
@@ -80,7 +86,53 @@ class SecondQuestion:
                 f"expected room for two statements and their questions, found {request.length} tokens; use a longer "
                 "length"
             )
-        return found
+        return replace(found, cuts=(len(found.context_ids),))
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """A session: numbers for keys, planted in text that comes in turns, each of which asks for one planted so far.
+
+    The first prompt has half of the text or more, each later one a size of `sizes`, the longest or the shortest of them
+    last. Nothing but the last answer counts.
+    """
+
+    name: str = "turns"
+    sizes: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        return longest_value(_NEEDLE_DIGITS)
+
+    def questions(self, length: int) -> int:
+        """The first one, and of each turn that half of the length has room for; of one at least."""
+        return 1 + max(1, sum(tokens <= length // 2 for tokens in accumulate(self.sizes)))
+
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
+        """See `Task`. Each of the request's questions has a turn."""
+        later = [min(size, request.length // 2) for size in self.sizes[: request.queries - 1]]
+        sizes = [request.length - sum(later), *later[:: draws.rng.choice((1, -1))]]
+        earliest, *needles = _needles(kit, draws, len(sizes) + 1)  # there is more than one to ask for at the end
+        units = _asked_in_turn(earliest, needles, draws)
+        rooms = [None] * len(later) + [request.answer_room]
+        requests = (DocumentRequest(size, answer_room=room) for size, room in zip(sizes, rooms, strict=True))
+        turns = [build(kit, [unit], request, draws) for unit, request in zip(units, requests, strict=True)]
+        ends = accumulate(len(turn.context_ids) for turn in turns[:-1])
+        return Document(
+            np.concatenate([turn.context_ids for turn in turns]),
+            np.concatenate([turn.context_is_text for turn in turns]),
+            tuple(query for turn in turns for query in turn.queries),
+            tuple(ends),
+        )
+
+
+def _asked_in_turn(earliest: Unit, needles: list[Unit], draws: Draws) -> Iterator[Unit]:
+    """Each needle, of which the first stands beside the earliest, with the question for one that was not asked for."""
+    planted, before = [earliest], earliest.lines
+    for needle in needles:
+        planted.append(needle)
+        asked = planted.pop(draws.rng.integers(len(planted)))
+        yield replace(asked, lines=(*before, *needle.lines))
+        before = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ from sparsekv.planner.fixed_test import (
     net_loss_bound,
     net_loss_score,
 )
-from sparsekv.planner.verify_cells import TESTED
+from sparsekv.planner.verify_cells import TESTED, TURNS, cells_tested
 
-SEEDS, TASKS, LENGTH = 1000, len(TESTED), 8192
+SEEDS, LENGTH = 1000, 8192
 RIGHT = (0.65, 0.80, 0.95, 1.0)
 CASES = list(product((SMALL, FULL), (1, 3), RIGHT))
 NAMES = [f"{'small' if size == SMALL else 'full'}-{lengths}-{right}" for size, lengths, right in CASES]
@@ -72,10 +72,11 @@ def verifies(test: FixedTest) -> bool:
 
 def verified(made: Made, sizes: Sizes, lengths: int, right: float, *levels: float, judged: bool = False) -> list[float]:
     """The share of seeds that a plan is verified in, by level; where asked for, of those with its worst cell judged."""
-    counts = drawn(made, sizes, TASKS * lengths, right, SEEDS)
+    tested = cells_tested((*TESTED, TURNS), range(LENGTH, LENGTH * (lengths + 1), LENGTH))
+    counts = drawn(made, sizes, len(tested), right, SEEDS)
     rng, passed, runs = np.random.default_rng(1), np.zeros(len(levels)), 0
     for rows in counts.tolist():
-        cells = tuple(Cell(f"{i % TASKS}", LENGTH * (1 + i // TASKS), *row) for i, row in enumerate(rows))
+        cells = tuple(Cell(task, length, *row) for (length, task), row in zip(tested, rows, strict=True))
         excess = {
             length: made.nats * rng.lognormal(-0.5, 1.0, sum(one.prompts for one in cells if one.length == length))
             for length in range(LENGTH, LENGTH * (lengths + 1), LENGTH)

@@ -59,7 +59,7 @@ def test_the_plan_says_what_it_was_tested_on(planned: planning.PlanResult) -> No
     plan = planned.plan
     assert plan.status == "unverified"
     assert planned.remarks[0] == "the model answers too few of these tasks at 1k"
-    assert len(plan.quality.cells) == 6
+    assert len(plan.quality.cells) == 7
     assert planned.prefill_density <= 0.7
     assert planned.predicted_speedup > 0
     assert planned.filter_layers == (0,)

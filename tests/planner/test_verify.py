@@ -19,7 +19,7 @@ from sparsekv.planner.fixed_test import FULL, RUNGS, SIZES, SMALL, level_of_run
 from sparsekv.planner.options import Settled, settle
 from sparsekv.planner.tasks import Sample
 from sparsekv.planner.verify import Verification, VerifyRun, verify, verify_plan
-from sparsekv.planner.verify_cells import TESTED, content_seed, lengths_tested
+from sparsekv.planner.verify_cells import TESTED, TURNS, cells_tested, content_seed, lengths_tested
 from sparsekv.plans.brief import sentence
 from sparsekv.plans.errors import GateError, PlanWarning, UsageError
 from sparsekv.plans.files import load_plan, write_plan
@@ -61,7 +61,7 @@ def run(monkeypatch, loaded: LoadedModel, made: Made, run: VerifyRun = FIRST, le
 
 
 @pytest.mark.usefixtures("real_sizes")
-@pytest.mark.parametrize(("size", "prompts"), [("small", 288), ("full", 720)])
+@pytest.mark.parametrize(("size", "prompts"), [("small", 299), ("full", 728)])
 def test_a_plan_near_dense_is_verified_in_a_sentence(monkeypatch, loaded: LoadedModel, size: str, prompts: int) -> None:
     made = Made({"dense": right, "both": lambda sample, rng: rng.random() > 0.01})
     found = run(monkeypatch, loaded, made, replace(FIRST, size=size))
@@ -69,7 +69,7 @@ def test_a_plan_near_dense_is_verified_in_a_sentence(monkeypatch, loaded: Loaded
 
     assert found.verified, found.reasons
     assert sum(cell.prompts for cell in found.quality.cells) == prompts
-    assert told.startswith(f"verified ({size}): {prompts} prompts, 6 tasks at 2k, 4k: -")
+    assert told.startswith(f"verified ({size}): {prompts} prompts, 7 tasks at 2k, 4k: -")
     assert "points over all, or " in told
     assert told.endswith("in any task, is excluded (95%)")
     assert found.quality.excludes.net_loss <= SIZES[size].net_loss
@@ -101,7 +101,8 @@ def test_dense_runs_before_the_plan_and_alone_where_it_fails(monkeypatch, loaded
     tries = {task: sum(count for name, one, _, count in made.calls if (name, one) == ("dense", task)) for task in hard}
 
     assert tries == dict.fromkeys(hard, 2 * SMALL.answered)  # at two lengths, once 20 of 40 are wrong
-    assert {task for name, task, *_ in made.calls if name == "both"} == {*TESTED} - hard
+    assert {task for name, task, *_ in made.calls if name == "both"} == {*TESTED, TURNS} - hard
+    assert {length for _, task, length, _ in made.calls if task == TURNS} == {4096}
     assert found.verified
     assert sentence(found.recorded(narrow(loaded.model))).endswith(
         "not judged: kv_retrieval at 2k 4k, two_stage at 2k 4k"
@@ -152,10 +153,10 @@ def test_an_interrupted_run_goes_on_with_the_same_prompts(monkeypatch, loaded: L
     found = run(monkeypatch, loaded, after, place)
 
     assert found.quality == whole.quality
-    assert sum(count for name, *_, count in after.calls if name == "both") < 288
+    assert sum(count for name, *_, count in after.calls if name == "both") < 299
     other = Made(sides)
     assert run(monkeypatch, loaded, other, replace(place, number=2, level=level_of_run(2))).quality.run == 2
-    assert sum(count for name, *_, count in other.calls if name == "both") == 288  # of another run: begun anew
+    assert sum(count for name, *_, count in other.calls if name == "both") == 299  # of another run: begun anew
 
 
 def test_prompts_follow_from_the_plan_and_the_run(loaded: LoadedModel) -> None:
@@ -184,6 +185,11 @@ def test_lengths_at_which_a_plan_is_dense_are_not_run() -> None:
     assert lengths_tested(narrow(model), (8192, 65536, 131072, 262144)) == (8192, 65536, 262144)
 
 
+def test_turns_are_a_cell_at_the_longest_length_with_bounds_of_its_own() -> None:
+    assert cells_tested((TURNS,), (8192, 65536, 262144)) == [(65536, TURNS)]
+    assert cells_tested((TURNS,), (262144,)) == [(262144, TURNS)]
+
+
 def test_a_plan_without_finite_numbers_is_wrong_and_far_away(monkeypatch, loaded: LoadedModel) -> None:
     class Broken(Made):
         def _outcome(self, name: str, sample: Sample):
@@ -201,7 +207,7 @@ def test_a_plan_without_finite_numbers_is_wrong_and_far_away(monkeypatch, loaded
 def test_a_real_model_is_run(loaded: LoadedModel) -> None:
     found = verify(loaded, narrow(loaded.model, decode_plan(segment(0, (1, 2), 4))), options(), FIRST)
 
-    assert [(cell.answered, cell.judged) for cell in found.quality.cells] == [(0, False)] * len(TESTED)
+    assert [(cell.answered, cell.judged) for cell in found.quality.cells] == [(0, False)] * len((*TESTED, TURNS))
     assert (found.passed, found.verified) == (True, False)
 
 

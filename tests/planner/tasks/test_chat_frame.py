@@ -107,6 +107,25 @@ def test_without_a_template_of_several_messages_a_second_question_is_a_line_behi
     assert lines[-1] == text("shipped", replace(sample, prompt_ids=turn.prompt_ids)).strip()
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("length", [512, 2048, 20_000])
+def test_a_turn_asks_for_a_number_that_was_planted_in_it_or_before(length: int, name: str) -> None:
+    kit, task = chat_kit(name, CONVERSATION), TASKS["turns"]
+    sample = make_sample(task, kit, length, seed=0, index=1)
+    assert len(sample.past_ids) + task.longest_answer(kit.encoder, length) == length
+    assert len(sample.prompt_ids) >= length // 2 - 64
+    assert len(sample.later) + 1 == task.questions(length)
+    told_ids, keys = sample.prompt_ids, list[str]()
+    for reply_ids, prompt_ids in (*sample.later, (sample.answer_ids, sample.answer_ids[:0])):
+        told, answered_ids = text(name, replace(sample, prompt_ids=told_ids)), np.concatenate([told_ids, reply_ids])
+        reply = text(name, replace(sample, prompt_ids=answered_ids)).removeprefix(told)
+        (key,) = re.findall(r"special number for (\S+) is$", told.rstrip())
+        assert f"The special number for {key} is{reply}." in told
+        keys.append(key)
+        told_ids = np.concatenate([answered_ids, prompt_ids])
+    assert len({*keys}) == len(keys)
+
+
 def kit_text(ids: list[int]) -> str:
     return kit_named("shipped").encoder.text_of(ids)
 
