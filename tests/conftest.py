@@ -1,5 +1,6 @@
 """What every test relies on: helpers on the path, no network, and as many threads as the caller allows."""
 
+import gc
 import os
 import signal
 import sys
@@ -30,6 +31,11 @@ if not torch.cuda.is_available():
         from interpreted_triton import prepare_interpreter
 
         prepare_interpreter()
+
+
+def pytest_collection_finish() -> None:
+    """A test that collects garbage looks through its own objects, not through those of all modules: 0.4 s each time."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=torch.cuda.is_available())

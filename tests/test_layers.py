@@ -1,7 +1,7 @@
 """The layer rule: which package may import which, and where the outside world may be looked at."""
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -112,16 +112,23 @@ def made_anywhere(tree: ast.AST) -> list[int]:
     ]
 
 
+def broken(rule: Callable[[Path], Sequence[object]], files: Iterable[Path]) -> dict[str, Sequence[object]]:
+    """The files that break a rule, and where."""
+    found = {str(path.relative_to(ROOT)): rule(path) for path in files}
+    assert found, "a rule of no file"
+    return {name: places for name, places in found.items() if places}
+
+
+def inside(*folders: str) -> list[Path]:
+    return [path for path in SOURCES if any((ROOT / folder) in path.parents for folder in folders)]
+
+
 def test_no_tensor_lies_on_whatever_device_the_program_has_made_its_default() -> None:
-    packages = {"kernels", "runtime", "planner"}
-    found = {path: made_anywhere(tree_of(path)) for path in SOURCES if path.relative_to(ROOT).parts[0] in packages}
-    assert {str(path.relative_to(ROOT)): lines for path, lines in found.items() if lines} == {}
+    assert broken(lambda path: made_anywhere(tree_of(path)), inside("kernels", "runtime", "planner")) == {}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_imports_a_layer_above_its_own(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0]
-    assert breaches(package, imports_of(path)) == []
+def test_no_file_imports_a_layer_above_its_own() -> None:
+    assert broken(lambda path: breaches(path.relative_to(ROOT).parts[0], imports_of(path)), SOURCES) == {}
 
 
 def of_bench(imports: Iterable[tuple[str, int]]) -> list[str]:
@@ -153,9 +160,8 @@ def hostless_breaches(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [path for home in HOSTLESS for path in (ROOT / home).glob("*.py")], ids=str)
-def test_the_core_the_stores_and_what_engines_share_know_no_host(path: Path) -> None:
-    assert hostless_breaches(path) == []
+def test_the_core_the_stores_and_what_engines_share_know_no_host() -> None:
+    assert broken(hostless_breaches, inside(*HOSTLESS)) == {}
 
 
 def names_and_strings(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -181,9 +187,8 @@ def hosts_named(tree: ast.AST) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", [path for home in NAMELESS for path in (ROOT / home).rglob("*.py")], ids=str)
-def test_no_host_is_named_where_hosts_are_not_known(path: Path) -> None:
-    assert hosts_named(tree_of(path)) == []
+def test_no_host_is_named_where_hosts_are_not_known() -> None:
+    assert broken(lambda path: hosts_named(tree_of(path)), inside(*NAMELESS)) == {}
 
 
 def silent_handlers(tree: ast.AST) -> list[int]:
@@ -202,12 +207,9 @@ def _is_wide(caught: ast.expr | None) -> bool:
     return caught is None or (isinstance(caught, ast.Name) and caught.id in {"Exception", "BaseException"})
 
 
-ATTENDS = [path for home in (*NAMELESS, "runtime/hf", "runtime/vllm") for path in (ROOT / home).rglob("*.py")]
-
-
-@pytest.mark.parametrize("path", ATTENDS, ids=str)
-def test_no_failure_turns_into_another_computation_without_being_named(path: Path) -> None:
-    assert silent_handlers(tree_of(path)) == []
+def test_no_failure_turns_into_another_computation_without_being_named() -> None:
+    attending = inside(*NAMELESS, "runtime/hf", "runtime/vllm")
+    assert broken(lambda path: silent_handlers(tree_of(path)), attending) == {}
 
 
 ROLES = {node.name for node in tree_of(ROOT / "runtime/core/roles.py").body if isinstance(node, ast.ClassDef)} - {
@@ -228,9 +230,9 @@ def role_questions(tree: ast.AST) -> list[int]:
     return lines
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.name != "roles.py"], ids=str)
-def test_a_role_answers_for_itself_and_nobody_asks_for_its_class(path: Path) -> None:
-    assert role_questions(tree_of(path)) == []
+def test_a_role_answers_for_itself_and_nobody_asks_for_its_class() -> None:
+    others = [path for path in SOURCES if path.name != "roles.py"]
+    assert broken(lambda path: role_questions(tree_of(path)), others) == {}
 
 
 def test_the_hosts_do_not_know_each_other() -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from plans_samples import full_plan, small_plan
 
-from sparsekv.plans import files
+from sparsekv.plans import files, yaml_io
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.files import dump_plan, load_plan, parse_plan, with_digest, write_plan
 from sparsekv.plans.patterns import VerticalSlash, fraction, tokens
@@ -78,9 +78,12 @@ def test_a_plan_too_large_to_read_is_not_written(path: Path, monkeypatch: pytest
     assert path.read_text() == OLD
 
 
-def test_a_plan_of_more_values_than_a_reader_accepts_is_not_written(path: Path) -> None:
-    with pytest.raises(PlanError, match="at most 400,000 values"):
-        write_plan(small_plan(extensions={"a": [1] * 410_000}), path)
+def test_a_plan_of_more_values_than_a_reader_accepts_is_not_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(yaml_io, "MAX_VALUES", 1000)
+    with pytest.raises(PlanError, match="at most 1,000 values"):
+        write_plan(small_plan(extensions={"a": [1] * 1100}), path)
     assert path.read_text() == OLD
 
 

@@ -48,7 +48,7 @@ class Row:
     decode: DecodePlan | None = None
     evicting: tuple[Eviction, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
-    sizes: tuple[int, ...] = (70, 1, 1, 1, 20, 1, 1)
+    sizes: tuple[int, ...] = (70, 1, 1, 20, 1, 1)
     batch: int = 2
     pads: tuple[int, ...] = ()
     side: str = "left"
@@ -284,12 +284,12 @@ def _decode_rows() -> Iterator[tuple[str, Row]]:
     several = segment(5, (6,), 9, selector="uniform", window=4)  # by a layer without keys of its own
     yield "several queries over shared keys", Row(SHARED, _shared(2), decode=decode_plan(several))
     growing = (
-        DecodeBucket(up_to=72, dense=True),
+        DecodeBucket(up_to=71, dense=True),
         DecodeBucket(up_to=92, segments=(segment(0, (1, 2), 30),)),
         DecodeBucket(up_to=None, segments=(segment(0, (1, 2), 8),)),
     )
     yield "across buckets", Row(decode=DecodePlan(lengths=growing))
-    ends = (DecodeBucket(up_to=72, segments=(segment(0, (1, 2), 4),)), DecodeBucket(up_to=None, dense=True))
+    ends = (DecodeBucket(up_to=71, segments=(segment(0, (1, 2), 4),)), DecodeBucket(up_to=None, dense=True))
     yield "dense beyond the last bucket", Row(decode=DecodePlan(lengths=ends))
 
 

@@ -120,10 +120,10 @@ def test_captured_drafts_and_checks_give_the_same_tokens(model, drafting, monkey
         emulate(monkeypatch)
     prompt = random_tokens(2, 50)
     with apply(model, plan_for(model, None, GOOD), backend="triton", exact=True) as handle:
-        found = generated(model, prompt, new=10)
+        found = generated(model, prompt, new=6)
         assert handle.steps.why_not == ""
-        assert handle.steps.replayed >= handle.stats().checks
-    assert torch.equal(found, generated(model, prompt, new=10))
+        assert handle.steps.replayed >= handle.stats().checks > 1
+    assert torch.equal(found, generated(model, prompt, new=6))
 
 
 @pytest.mark.gpu
