@@ -3,7 +3,7 @@
 import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +109,15 @@ def kept_engines() -> Iterator[list[Any]]:
     """Engines that tests make: when one goes, vLLM ends what the others of the process need."""
     yield []
     gc.collect = lambda generation=2: 0  # at the end of the process each engine would look through the whole heap
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unfreeze() -> Iterator[Callable[[], None]]:
+    """`gc.unfreeze`, which vLLM calls where an engine ends, to look through the whole heap then: two seconds each."""
+    given = gc.unfreeze
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield given
 
 
 @pytest.fixture

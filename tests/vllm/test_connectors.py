@@ -20,7 +20,7 @@ from sparsekv.runtime.vllm.settings import store_name
 
 PAGE = 128
 # Of each request: the length of its prompt, and which engine prefills it and which goes on.
-ASKED = ((1500, "first", "second"), (2700, "first", "dense"), (2000, "dense", "second"))
+ASKED = ((1500, "first", "second"), (2000, "first", "dense"), (1100, "dense", "second"))
 CHUNK = {"max_num_batched_tokens": 3072}
 HITS = "vllm:external_prefix_cache_hits"  # of the engine that was made last
 
@@ -57,15 +57,15 @@ def one_after_another(
             ensure_kv_transfer_shutdown()  # a process has one connector
 
     with engine({"plan": str(plan)}) as first:
-        for length in (1500, 2700):
+        for length in (1500, 2000):
             generate(first, [prompts[length]], 1)
         prefilled = serving_stats(first).sparse_tokens
     with engine({"dense": True}) as dense:
-        generate(dense, [prompts[2000]], 1)
-        answers = {2700: tokens_and_logprobs(generate(dense, [prompts[2700]])[0])}
+        generate(dense, [prompts[1100]], 1)
+        answers = {2000: tokens_and_logprobs(generate(dense, [prompts[2000]])[0])}
         hits = next(metric.value for metric in dense.get_metrics() if metric.name == HITS)
     with engine({"plan": str(plan)}) as second:
-        for length in (1500, 2000):
+        for length in (1500, 1100):
             answers[length] = tokens_and_logprobs(generate(second, [prompts[length]])[0])
         stats = serving_stats(second)
     return Found([answers[length] for length, *_ in ASKED], hits, prefilled, stats.decode_sparse, stats.sparse_tokens)
@@ -104,7 +104,7 @@ def check(found: Found, loaded: Sequence[int], oracles: Mapping[str, Oracle], pr
         assert logprobs == pytest.approx(expected.logprobs, abs=1e-3)
     assert found.hits == pytest.approx(loaded[1], abs=1)
     tails = [length - tokens for (length, _, second), tokens in zip(ASKED, loaded, strict=True) if second == "second"]
-    assert (found.prefilled, found.again) == (1500 + 2700, sum(tail for tail in tails if tail > TILE))
+    assert (found.prefilled, found.again) == (1500 + 2000, sum(tail for tail in tails if tail > TILE))
     assert found.decoded == 2 * (NEW - 1)
 
 

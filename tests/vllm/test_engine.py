@@ -57,17 +57,17 @@ def test_any_cut_of_a_prompt_is_answered_as_by_the_transformers_host(
     assert stats.sparse_tokens + stats.dense_tokens == len(prompt)
 
 
-@pytest.mark.parametrize("rows", [1, TILE - 1, 400])
-def test_a_few_rows_behind_a_cached_prompt_are_dense(engine: Any, sparse: Oracle, prompts: Prompts, rows: int) -> None:
-    prompt = prompts[2000]
-    generate(engine, [prompt[:1536]])
-    reset_stats(engine)
-    (output,) = generate(engine, [prompt[: 1536 + rows]])
-    assert output.num_cached_tokens == 1536
-    stats = serving_stats(engine)
-    assert (stats.sparse_tokens, stats.dense_tokens) == ((rows, 0) if is_sparse(1536, 1536 + rows) else (0, rows))
-    assert is_sparse(1536, 1536 + rows) == (stats.prefill_density < 0.9) == (rows == 400)
-    assert same(output, sparse(prompt[: 1536 + rows], range(BUDGET, 1536 + rows, BUDGET)))
+def test_a_few_rows_behind_a_cached_prompt_are_dense(engine: Any, sparse: Oracle, prompts: Prompts) -> None:
+    prompt, cached = prompts[2000], 768
+    generate(engine, [prompt[:cached]])
+    for rows in (1, TILE - 1, 400):
+        reset_stats(engine)
+        (output,) = generate(engine, [prompt[: cached + rows]])
+        assert output.num_cached_tokens == cached
+        stats, leaves_out = serving_stats(engine), is_sparse(cached, cached + rows)
+        assert (stats.sparse_tokens, stats.dense_tokens) == ((rows, 0) if leaves_out else (0, rows))
+        assert leaves_out == (stats.prefill_density < 0.9) == (rows == 400)
+        assert same(output, sparse(prompt[: cached + rows], (BUDGET, cached)))
 
 
 def test_a_kernel_that_fails_leaves_its_chunks_dense_and_each_kind_of_failure_is_told_once(

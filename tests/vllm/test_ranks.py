@@ -86,10 +86,10 @@ def test_ranks_answer_as_one_does(
     reference: LoadedModel, plan: Plan, sparse: Oracle, prompts: dict[int, list[int]], tmp_path: Path
 ) -> None:
     """One segment chooses by the heads of all ranks, the other by KV head; prefill is sparse by head."""
-    asked = [prompts[length] for length in (700, 1500, 2700)]
+    asked = [prompts[length] for length in (700, 1100)]
     decoded, prefilled = check(Path(reference.model.name_or_path), plan, asked, 2, tmp_path, sparse)
-    assert decoded == 2 * (NEW - 1)
-    assert prefilled > 3000
+    assert decoded == NEW - 1
+    assert prefilled > 1000
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def check(engine: Any, sparse: Oracle, prompts: dict[int, list[int]], seed: int)
     return preemptions(engine) - before, sum(output.num_cached_tokens > 0 for output in ended)
 
 
-@pytest.mark.parametrize("seed", [3, 9])
+@pytest.mark.parametrize("seed", [3])
 def test_every_step_of_cramped_requests_has_the_logits_of_the_transformers_host(
     engine: Any, sparse: Oracle, prompts: dict[int, list[int]], seed: int
 ) -> None:
