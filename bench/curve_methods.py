@@ -33,16 +33,16 @@ from sparsekv.bench.baselines import (
     static_at_density,
 )
 from sparsekv.bench.tile_rules import ScoreKind, cumulative_mass, max_threshold
-from sparsekv.planner.allocate import allocate
-from sparsekv.planner.common_options import Phase
+from sparsekv.planner.allocate import allocate, at_target
 from sparsekv.planner.evaluation import Mode, PlanMode
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.job import head_shape
-from sparsekv.planner.options import FAMILIES, Family, PlanOptions, density_for, settle
+from sparsekv.planner.options import FAMILIES, Family, Phase, PlanOptions, density_for, settle
 from sparsekv.planner.predict import DENSE, ScoreTables
 from sparsekv.planner.prices import Prices, shipped_prices
 from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, for_profile
+from sparsekv.planner.profile.search_space import ROUNDING
 from sparsekv.plans import patterns
 from sparsekv.plans.errors import UsageError, did_you_mean
 from sparsekv.plans.patterns import AShape, Budget, TileShape, VerticalSlash, fraction, last_q_for
@@ -116,12 +116,11 @@ def _compiled_prefill(inputs: CurveInputs, length: int) -> Modes:
     ladder, before = inputs.ladder(length, "vertical_slash"), None
     for density in ladder:
         options, own = for_profile(asked.but(target_density=(density,)), inputs.profile)
-        try:
-            prefill = allocate(own, _prices(own), settle(options, own.model.context_length, "cpu"))
-        except UsageError:
-            if density == ladder[-1]:
-                raise
+        tables = ScoreTables.of(own.lengths[0])
+        least = tables.density(at_target(tables, options.families, density).choice)
+        if least > density * (1.0 + ROUNDING) and density != ladder[-1]:
             continue  # less than anything profiled
+        prefill = allocate(own, _prices(own), settle(options, own.model.context_length, "cpu"))
         if prefill != before:
             before = prefill
             yield _density(density), PlanMode(_plan_of(inputs, prefill), "prefill")

@@ -28,10 +28,10 @@ import numpy as np
 from sparsekv.bench.curve_file import CurvePoint, CurveRun
 from sparsekv.bench.curve_methods import BUDGETS, CurveInputs, CurveMode, check_profiled, chosen_methods, curve_modes
 from sparsekv.bench.harness import parse_lengths
-from sparsekv.planner.common_options import DEFAULT_TASKS, PHASES, Phase, check_lengths
 from sparsekv.planner.evaluation import EvalSamples, evaluate
 from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.flags import shares, words
+from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Phase, check_lengths
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profile_data import check_model as check_profile
 from sparsekv.planner.progress import BarProgress, Progress

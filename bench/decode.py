@@ -44,7 +44,7 @@ from sparsekv.bench.token_runs import (
 )
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.kernels.keys import Softmax
-from sparsekv.planner.common_options import check_lengths
+from sparsekv.planner.options import check_lengths
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo

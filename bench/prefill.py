@@ -37,7 +37,7 @@ from sparsekv.bench.harness import (
 )
 from sparsekv.bench.random_model import BenchModel
 from sparsekv.kernels.backends import BackendWarning, choose_backend
-from sparsekv.planner.common_options import check_lengths
+from sparsekv.planner.options import check_lengths
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape

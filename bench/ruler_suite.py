@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 from uuid import UUID
 
+from sparsekv.bench.ruler_tasks import Cwe, Fwe, Vt
 from sparsekv.planner.tasks import matches
 from sparsekv.planner.tasks.documents import (
     Document,
@@ -23,8 +24,7 @@ from sparsekv.planner.tasks.documents import (
     build,
     longest_value,
 )
-from sparsekv.planner.tasks.retrieval import enough, stated
-from sparsekv.planner.tasks.ruler import Cwe, Fwe, NiahMultiquery, NiahMultivalue, Vt
+from sparsekv.planner.tasks.retrieval import NiahMultiquery, NiahMultivalue, enough, stated
 from sparsekv.planner.tasks.text import Filler, PieceEncoder, TaskError
 from sparsekv.planner.tasks.wording import Pieces
 
@@ -151,7 +151,7 @@ _TASKS = (
     RulerTask(Needles("niah_multikey_3", count=None, keys="uuid", values="uuid"), "needles", 128),
     RulerTask(NiahMultivalue(), "text", 128),
     RulerTask(NiahMultiquery(), "text", 128),
-    RulerTask(Vt(chains=1), "noise", 34),  # RULER: 30, which five names of a token a letter exceed
+    RulerTask(Vt(), "noise", 34),  # RULER: 30, which five names of a token a letter exceed
     RulerTask(Cwe(long=_LONG), "words", 120),
     RulerTask(Fwe(), "words", 50),
 )

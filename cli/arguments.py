@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,8 @@ import typer
 from pydantic import Field
 
 from sparsekv.cli.output import tell
-from sparsekv.planner.common_options import Hardware, KVPrecision, check_lengths
 from sparsekv.planner.flags import Flag, Options, text
+from sparsekv.planner.options import Hardware, KVPrecision, check_lengths
 from sparsekv.plans.aliases import (
     PLAN_NAME,
     ModelSource,
@@ -29,7 +28,7 @@ from sparsekv.plans.aliases import (
     without_plan,
 )
 from sparsekv.plans.errors import UsageError, did_you_mean
-from sparsekv.plans.files import NAME_A_PLAN, is_url, load_plan
+from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model
 from sparsekv.plans.types import MAX_ID, MAX_LENGTH, parse_ids
@@ -41,9 +40,6 @@ if TYPE_CHECKING:
 
     from sparsekv.runtime.hf.load import LoadedModel
 
-_HUB_PAGE = re.compile(
-    r"https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/(?!(?:datasets|spaces|docs)/)([\w.-]+/[\w.-]+)", re.ASCII
-)
 PLACE = "A plan file, or a folder or hub repository with a sparsekv.yaml."
 # Of commands with few options, which are parameters of theirs.
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
@@ -336,40 +332,15 @@ def plan_file(place: Path) -> Path:
     beside = place / PLAN_NAME
     if os.path.isfile(beside):
         return beside
-    if not os.path.isdir(place) and os.path.exists(place):
+    if os.path.isdir(place) or is_alias(str(place)):
+        raise UsageError(
+            f"{place}: expected a plan, found a model or folder without one; make it: sparsekv plan {place}"
+        )
+    if os.path.exists(place) or not _names_repository(place):
         return place  # the reader of the file says what is wrong with it
-    expected = f"expected a plan file, or a folder or hub repository (ORG/NAME) with {PLAN_NAME} in it, found"
-    if os.path.isdir(place):
-        raise UsageError(
-            f"{expected} the folder {place} without one; name the plan's file, or plan a model in it: "
-            f"sparsekv plan {place}"
-        )
-    if is_alias(str(place)):
-        raise UsageError(
-            f"{expected} {place}, the alias of a model; make its plan, and name that: sparsekv plan {place}"
-        )
-    if is_url(place):
-        named = _HUB_PAGE.match(str(place))
-        meant = f": {named[1]}" if named else ""
-        raise UsageError(
-            f"{expected} the URL {place}; name the hub repository{meant}, or download the plan and name its file"
-        )
-    if not _names_repository(place):
-        if _is_missing(place):
-            raise UsageError(f"{place}: expected a plan, found no file and no folder; {NAME_A_PLAN}")
-        return place
     from sparsekv.runtime.hub import download_plan
 
     return download_plan(ModelSource(str(place)))
-
-
-def _is_missing(place: Path) -> bool:
-    """True where nothing is there; False of a path that cannot be looked up, for which its reader has the reason."""
-    try:
-        os.lstat(place)
-    except (OSError, ValueError) as error:
-        return isinstance(error, FileNotFoundError)
-    return False
 
 
 def _names_repository(place: Path) -> bool:

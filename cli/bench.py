@@ -33,8 +33,8 @@ from sparsekv.cli.bench_model import (
 from sparsekv.cli.bench_own import own
 from sparsekv.cli.output import tell
 from sparsekv.cli.plan_files import check_writable, only_writer
-from sparsekv.planner.common_options import Tasks
 from sparsekv.planner.flags import MOST, Count, Flag, Names, OneShare, Shares, Tile, Unread
+from sparsekv.planner.options import Tasks, density_for
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.errors import BackendError, UsageError, did_you_mean, install_command
 from sparsekv.plans.files import executed_digest
@@ -183,7 +183,6 @@ def _peers(flags: PeersFlags) -> None:
     from sparsekv.bench.peers import COLUMNS, METHODS, PeersBench, bench_peers, left, table_rows
     from sparsekv.bench.peers_file import PeerRow
     from sparsekv.bench.random_model import describe_named
-    from sparsekv.planner.options import density_for
     from sparsekv.planner.records import RunFile
 
     if unknown := [name for name in flags.methods if name not in METHODS]:

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from sparsekv.cli.arguments import OffloadMode, Output, Subject, check_machine, device_and_dtype, settings_of
 from sparsekv.cli.output import emit, emit_json, tell
-from sparsekv.planner.common_options import Hardware, KVPrecision
 from sparsekv.planner.flags import (
     Count,
     Counts,
@@ -28,6 +27,7 @@ from sparsekv.planner.flags import (
     TokenBudget,
     Unread,
 )
+from sparsekv.planner.options import Hardware, KVPrecision, density_for
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import TileShape, fraction
@@ -169,7 +169,6 @@ def measure_prefill(flags: PrefillFlags, families: Sequence[str] = ()) -> BenchR
     lengths = flags.lengths or PREFILL_LENGTHS[hardware.type]
     from sparsekv.bench.hand_plans import FAMILIES, hand_plan
     from sparsekv.bench.prefill import COLUMNS, PrefillBench, bench_prefill
-    from sparsekv.planner.options import density_for
 
     subject, words = subject_of(flags, named, hardware, precision, longest=max(lengths), seed=flags.seed), "given"
     if used is None:
@@ -406,7 +405,6 @@ def _plan_by_hand(flags: ServeFlags, info: ModelInfo, lengths: Sequence[int], lo
     """A plan for a model without one, and in words."""
     from sparsekv.bench.hand_plans import HandDecode as DecodeByHand
     from sparsekv.bench.hand_plans import dense_up_to, dummy_plan, hand_plan, kept_by_hand
-    from sparsekv.planner.options import density_for
 
     shares = flags.density or tuple(map(density_for, lengths))
     plan, words = (dummy_plan if flags.random_weights else hand_plan)(info, lengths, shares, TileShape())

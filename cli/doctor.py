@@ -26,8 +26,8 @@ from sparsekv.cli.arguments import (
 )
 from sparsekv.cli.output import FAILED, emit, emit_json, placed, tell
 from sparsekv.cli.plan_choice import best_of, candidates, described, device_called, plans_in, sound_plans
-from sparsekv.planner.common_options import Device
 from sparsekv.planner.flags import Chunk, Count, Flag, Key, Length, OneLength, Size, Unread
+from sparsekv.planner.options import Device
 from sparsekv.plans.aliases import PLAN_NAME, resolve_model
 from sparsekv.plans.brief import next_command
 from sparsekv.plans.errors import PlanError, UsageError

@@ -12,8 +12,8 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, plan_file, settings_of
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import answered_prompts, only_writer
-from sparsekv.planner.common_options import DEFAULT_TASKS, Drawn, Hardware, Phase, check_lengths
 from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Unread
+from sparsekv.planner.options import DEFAULT_TASKS, Drawn, Hardware, Phase, check_lengths
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import executed_digest, load_plan
 from sparsekv.plans.model import ModelInfo

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -28,12 +27,11 @@ from sparsekv.cli.output import (
     report,
     show_warning,
 )
-from sparsekv.plans.errors import BackendError, UsageError, did_you_mean
+from sparsekv.plans.errors import did_you_mean
 
 # Raised for wrong options, and shown by typer itself together with the usage.
 _WrongUsage: type[Exception] = typer.BadParameter.__bases__[0]
-# In the context: whether a failure is to be told as JSON too, and whether a flag names the backend.
-_JSON, _BACKEND = "sparsekv.json", "sparsekv.backend"
+_JSON = "sparsekv.json"  # in the context: whether a failure is to be told as JSON too
 
 
 # Of each command the line in the list of commands; it stands in the module of its name, or in that of plan files.
@@ -94,7 +92,6 @@ class _Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta.setdefault(_JSON, "--json" in args)  # read here: what is wrong may be the other options
-        ctx.meta.setdefault(_BACKEND, any(arg.startswith(("backend=", "--set=backend=")) for arg in args))
         with _telling_usage(ctx):
             return super().parse_args(ctx, args)
 
@@ -102,32 +99,15 @@ class _Commands(TyperGroup):
         try:
             with ending_by_signals(), warnings.catch_warnings(), _telling_usage(ctx):
                 warnings.showwarning = show_warning
-                _check_working_folder()
                 result = super().invoke(ctx)
             sys.stdout.flush()  # here, so that a reader that has left is noticed here
             return result
         except (typer.Exit, typer.Abort, SystemExit, _WrongUsage):  # rich leaves by SystemExit when its reader has left
             raise
         except BaseException as error:
-            if isinstance(error, BackendError) and not ctx.meta[_BACKEND]:
-                _note_the_environment(error)
             if ctx.params.get("debug"):
                 traceback.print_exc()
             raise typer.Exit(report(error, ctx.invoked_subcommand or "", ctx.meta[_JSON])) from error
-
-
-def _note_the_environment(error: BackendError) -> None:
-    from sparsekv.runtime.settings import read_settings
-
-    if read_settings().backend != "auto":
-        error.add_note("the backend is that of SPARSEKV_BACKEND; correct or unset it")
-
-
-def _check_working_folder() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UsageError("the working folder no longer exists; change into one that does") from None
 
 
 def _with_suggestion(message: str) -> str:

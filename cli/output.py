@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -27,7 +27,7 @@ import typer
 from sparsekv.plans.errors import SparseKVError
 
 if TYPE_CHECKING:
-    from sparsekv.plans.quality import Quality
+    from rich.console import RenderableType
 
 FAILED = 1
 
@@ -98,12 +98,16 @@ def placed(host_layers: Collection[int], layers: int) -> str:
     return f"keys and values of {moved} in host memory, of the others on the device"
 
 
-def quality_tables(quality: Quality) -> str:
-    from sparsekv.plans.quality import LENGTH_ROWS, cell_rows, length_score_rows
-    from sparsekv.plans.types import columns
+def print_parts(parts: Iterable[RenderableType]) -> None:
+    """Prints tables and texts of plans/show.py, no wider than text for people is."""
+    from rich.console import Console
 
-    tables = ([*cell_rows(quality)], [LENGTH_ROWS, *length_score_rows(quality)])
-    return "\n\n".join(columns(rows, right=range(1, len(rows[0]))) for rows in tables if rows[1:])
+    from sparsekv.plans.brief import WIDTH
+
+    console = Console(highlight=False)
+    console.width = min(console.width, WIDTH) if sys.stdout.isatty() else WIDTH
+    for part in parts:
+        console.print(part)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

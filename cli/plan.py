@@ -11,9 +11,8 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, settings_of
 from sparsekv.cli.output import emit_json, emit_verdict, tell
 from sparsekv.cli.plan_files import PlanFiles, outcomes_beside, own_prompts
-from sparsekv.planner.common_options import Hardware
 from sparsekv.planner.flags import Flag, Key, Unread
-from sparsekv.planner.options import DecodeSearch, PlanOptions, Search
+from sparsekv.planner.options import DecodeSearch, Hardware, PlanOptions, Search
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import GateError
 from sparsekv.plans.files import write_plan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from difflib import unified_diff
 from pathlib import Path
@@ -14,14 +13,14 @@ import typer
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_file
-from sparsekv.cli.output import FAILED, emit, emit_json, emit_verdict, tell
-from sparsekv.cli.plan_files import check_replaceable, kind_of
-from sparsekv.plans.brief import WIDTH, sentences, verdict
+from sparsekv.cli.output import FAILED, emit, emit_json, emit_verdict, print_parts, tell
+from sparsekv.cli.plan_files import check_replaceable, one_of_kinds
+from sparsekv.plans.brief import sentences, verdict
 from sparsekv.plans.errors import PlanError, PlanMismatchError, SparseKVError, UsageError, install_command
 from sparsekv.plans.files import dump_plan, executed_digest, load_plan, parse_plan, read_text, write_bytes
 from sparsekv.plans.files import seal as seal_file
 from sparsekv.plans.model import same_architecture
-from sparsekv.plans.schema import Plan, json_schema
+from sparsekv.plans.schema import Plan, json_schema, to_data, unsupported
 
 if TYPE_CHECKING:
     from sparsekv.bench.own_file import OwnFile
@@ -43,9 +42,7 @@ def show(
     path = plan_file(plan)
     found = load_plan(path)
     if as_json:
-        from sparsekv.plans.show import summary
-
-        emit_json(summary(found))
+        emit_json(to_data(found) | {"unsupported": unsupported(found)})
         return
     if as_markdown:
         _print_markdown(found, full, str(plan))
@@ -61,14 +58,9 @@ def _print_markdown(plan: Plan, full: bool, place: str) -> None:
 
 
 def _print(plan: Plan, full: bool, place: str) -> None:
-    from rich.console import Console
-
     from sparsekv.plans.show import describe
 
-    console = Console(highlight=False)
-    console.width = min(console.width, WIDTH) if sys.stdout.isatty() else WIDTH
-    for part in describe(plan, full):
-        console.print(part)
+    print_parts(describe(plan, full))
     emit("")
     emit_verdict(verdict(plan, place), plan.status)
 
@@ -101,7 +93,7 @@ def report(
     from sparsekv.bench.curve_file import CurvePoint, CurveRun
     from sparsekv.planner.records import RunFile
 
-    given = {kind_of(file, ("profile", "curve", "suite", "own")): file for file in files or ()}
+    given = {one_of_kinds(file, ("profile", "curve", "suite", "own")): file for file in files or ()}
     points = tuple(RunFile.read(CurveRun, given["curve"]).all(CurvePoint).values()) if "curve" in given else ()
     profiled = _profile_of(loaded, given["profile"]) if "profile" in given else None
     table = _suite_of(loaded, given["suite"]) if "suite" in given else None
@@ -209,12 +201,19 @@ def validate(plans: Plans, as_json: Json = False) -> None:
 
     Exit 0: all are sound. Exit 1: one is not. Exit 2: there is no such file, or it cannot be read.
     """
-    checked = [_check(path) for path in plans]
-    files = [facts for facts, _ in checked]
-    errors = [result for _, result in checked if not isinstance(result, str)]
-    for _, result in checked if not as_json else ():
-        if isinstance(result, str):
-            emit(result)
+    files: list[dict[str, Any]] = []
+    errors: list[PlanError | UsageError] = []
+    for path in plans:
+        try:
+            plan = load_plan(plan_file(path))
+        except (PlanError, UsageError) as error:
+            errors.append(error)
+            files.append({"path": str(path), "valid": False})
+            continue
+        facts = {"status": plan.status, "schema_version": plan.schema_version, "model": plan.model.id}
+        files.append({"path": str(path), "valid": True, **facts})
+        if not as_json:
+            emit(f"{path}: valid, {plan.status_text}, schema {plan.schema_version}, for {plan.model.id}")
     facts_of_files = files[0] if len(files) == 1 else {"valid": not errors, "files": files}
     if errors:
         raise _together(errors).with_facts(**facts_of_files)
@@ -222,25 +221,14 @@ def validate(plans: Plans, as_json: Json = False) -> None:
         emit_json(facts_of_files)
 
 
-def _check(path: Path) -> tuple[dict[str, Any], str | PlanError | UsageError]:
-    try:
-        plan = load_plan(plan_file(path))
-    except (PlanError, UsageError) as error:
-        return {"path": str(path), "valid": False}, error
-    facts = {"status": plan.status, "schema_version": plan.schema_version, "model": plan.model.id}
-    line = f"{path}: valid, {plan.status_text}, schema {plan.schema_version}, for {plan.model.id}"
-    return {"path": str(path), "valid": True, **facts}, line
-
-
 def _together(errors: Sequence[PlanError | UsageError]) -> SparseKVError:
     """One error that says all. A file that is no plan is wrong usage elsewhere; here it is what the check found."""
-    unsound = next((error for error in errors if isinstance(error, PlanError)), None)
-    said = "\n".join(str(error) for error in errors)
-    if unsound is None:
+    said = "\n".join(map(str, errors))
+    if not any(isinstance(error, PlanError) for error in errors):
         return UsageError(said)
-    found = PlanError(said)
-    found.exit_code = FAILED
-    return found
+    unsound = PlanError(said)
+    unsound.exit_code = FAILED
+    return unsound
 
 
 def seal(plan: PlanArgument, as_json: Json = False) -> None:

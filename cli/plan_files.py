@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 import tempfile
 import zlib
@@ -13,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from sparsekv.planner.common_options import GivenPrompt
 from sparsekv.planner.flags import Flag, Options
+from sparsekv.planner.options import GivenPrompt
 from sparsekv.plans.aliases import PLAN_NAME, holds_model, names_gguf
 from sparsekv.plans.errors import PromptError, UsageError
-from sparsekv.plans.files import read_text
+from sparsekv.plans.files import kind_of, read_text
 
 
 class PlanFiles(Options):
@@ -63,10 +62,6 @@ class PlanFiles(Options):
 
     def check_files(self) -> None:
         """Refuses outputs that cannot be written, before hours of work."""
-        for path in filter(None, (self.file, self.profile_out)):
-            check_writable(path)
-        for path in (self.resume, outcomes_beside(self.file)):
-            check_writable(path)
         inputs = (("--profile", self.profile), ("--prompts", self.prompts_file))
         outputs = (
             ("--out", self.file, "plan"),
@@ -74,13 +69,13 @@ class PlanFiles(Options):
             ("an unfinished --profile-out", self.resume, "partial"),
             ("an unfinished test", outcomes_beside(self.file), "outcomes"),
         )
-        written = [(flag, path, kind) for flag, path, kind in outputs if path is not None]
         taken = {os.path.realpath(path): f"{flag} {path}" for flag, path in inputs if path is not None}
-        for flag, path, _ in written:
+        for flag, path, kind in outputs:
+            if path is None:
+                continue
             owner = taken.setdefault(os.path.realpath(path), name := f"{flag} {path}")
             if owner != name:
                 raise UsageError(f"expected a file of its own for {flag}, found {owner} there; name another one")
-        for flag, path, kind in written:
             check_replaceable(path, flag, kind)
         check_new(self.file, self.force)
 
@@ -128,17 +123,15 @@ def check_writable(path: Path) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"expected a file to write, found {path!s:.80}: {reason}; name another one") from error
-    if stat.S_ISDIR(mode):
-        raise UsageError(f"expected a file to write, found the folder {path}; name a file in it")
     if not stat.S_ISREG(mode):
-        raise UsageError(f"expected a file to write, found {path}, which is not a regular file; name another one")
-    if not real.parent.is_dir():
-        raise UsageError(f"expected a folder to write {real.name} in, found no {real.parent}; make it first")
+        found = "the folder " if stat.S_ISDIR(mode) else "no regular file in "
+        raise UsageError(f"expected a file to write, found {found}{path}; name another one")
     try:
         tempfile.TemporaryFile(dir=real.parent).close()  # permissions do not tell: /proc, or a read-only file system
-    except OSError:
+    except OSError as error:
         raise UsageError(
-            f"expected a folder to write {real.name} in, found that {real.parent} cannot be written; choose another one"
+            f"expected a folder to write {real.name} in, found that {real.parent} cannot be written: {error.strerror}; "
+            "choose another one"
         ) from None
 
 
@@ -162,28 +155,27 @@ def check_replaceable(path: Path, flag: str, kind: str) -> None:
     """
     check_writable(path)
     head = _head_of(path)
-    if head and not _tells(head, kind):
+    if head and _told(head) != kind:
         raise UsageError(
             f"expected {_WHAT[kind]} or no file yet in {path}, where {flag} is to be written, found another file; "
             "choose another name, or remove it first"
         )
 
 
-def kind_of(path: Path, kinds: Sequence[str]) -> str:
+def one_of_kinds(path: Path, kinds: Sequence[str]) -> str:
     """The kind among these that a file tells."""
     head = _head_of(path)
-    match = next((kind for kind in kinds if _tells(head, kind)), None)
-    if match is None:
+    if (kind := _told(head)) not in kinds:
         expected, there = " or ".join(_WHAT[kind] for kind in kinds), "another file" if head else "no such file"
         raise UsageError(f"expected {expected} in {path}, found {there}; name another one")
-    return match
+    return kind
 
 
 def _head_of(path: Path) -> bytes:
     """The first bytes of a file; none of one that is not there."""
     try:
         with path.open("rb") as file:
-            head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf")
+            head = file.read(_HEAD)
         return zlib.decompressobj(wbits=31).decompress(head, _HEAD) if head.startswith(b"\x1f\x8b") else head
     except FileNotFoundError:
         return b""
@@ -209,21 +201,13 @@ def only_writer(path: Path | None) -> Iterator[None]:
 def tells_plan(path: Path) -> bool:
     """True of a file that names itself a plan, sound or not; False of one that cannot be read."""
     try:
-        with path.open("rb") as file:
-            return _tells(file.read(_HEAD).removeprefix(b"\xef\xbb\xbf"), "plan")
-    except OSError:
+        return _told(_head_of(path)) == "plan"
+    except UsageError:
         return False
 
 
-def _tells(head: bytes, kind: str) -> bool:
-    if kind == "page":
-        return b'<meta name="generator" content="sparsekv report">' in head[:_MARKED]
-    # Of YAML, fields stand from the first line on that is no comment; text around an example of a plan does not.
-    lines = [line for line in head.splitlines() if line.strip() and not line.startswith((b"#", b"---"))]
-    at_start = rb"" if lines and lines[0].lstrip().startswith(b"{") else rb"^"
-    field = at_start + rb"""["']?kind["']?\s*:\s*["']?sparsekv\.%b\b""" % kind.encode()
-    is_mapping = bool(lines) and re.match(rb"""\s*\{|["']?\w+["']?\s*:""", lines[0]) is not None
-    return is_mapping and re.search(field, head, re.MULTILINE) is not None
+def _told(head: bytes) -> str:
+    return "page" if b'<meta name="generator" content="sparsekv report">' in head[:_MARKED] else kind_of(head)
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

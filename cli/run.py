@@ -16,8 +16,8 @@ from sparsekv.cli.arguments import AllowMismatch, NewTokens, Output, PlacementFl
 from sparsekv.cli.doctor import memory_of, notes_on, say_memory, tell_if_idle
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import MAX_BYTES, text_of, with_text
-from sparsekv.planner.common_options import PHASES, Hardware, Phase, PrefillChunk, Seed
 from sparsekv.planner.flags import Flag, Key, Unread, text
+from sparsekv.planner.options import PHASES, Hardware, Phase, PrefillChunk, Seed
 from sparsekv.plans.brief import WIDTH, percent
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.files import as_text

@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
-from sparsekv.cli.output import emit, emit_json, emit_verdict, quality_tables, tell
+from sparsekv.cli.output import emit, emit_json, emit_verdict, print_parts, tell
 from sparsekv.cli.plan_files import answered_prompts, check_replaceable, check_writable, outcomes_beside, own_prompts
-from sparsekv.planner.common_options import Drawn, GivenPrompt, Hardware, digest_of_prompts, set_aside
 from sparsekv.planner.flags import Flag, Lengths, Unread
-from sparsekv.planner.options import PlanOptions, lengths_to_verify
+from sparsekv.planner.options import (
+    Drawn,
+    GivenPrompt,
+    Hardware,
+    PlanOptions,
+    Settled,
+    digest_of_prompts,
+    lengths_to_verify,
+    set_aside,
+    settle,
+)
 from sparsekv.plans.brief import denser_command, verdict
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
@@ -19,7 +28,6 @@ from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo, same_architecture
 from sparsekv.plans.schema import NOTHING_SPARSE, Plan, check_model, to_data
 
 if TYPE_CHECKING:
-    from sparsekv.planner.options import Settled
     from sparsekv.planner.verify import Verification
     from sparsekv.runtime.hf.load import LoadedModel
 
@@ -107,7 +115,6 @@ def _verify(flags: VerifyFlags, subject: Subject, plan: Plan, file: Path | None 
     calibrated, aside = _set_aside(plan, flags.prompts_file)
     prompts = answered_prompts(flags.prompts_file) if flags.prompts_file and not aside else ()
     from sparsekv.planner.evaluation.given import HeldOut
-    from sparsekv.planner.options import settle
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.verify import VerifyRun
     from sparsekv.planner.verify import verify as measure
@@ -202,7 +209,9 @@ def _say(plan: Plan, subject: Subject, flags: VerifyFlags) -> None:
         return
     emit_verdict(lines, plan.status)
     if flags.full and plan.quality:
-        emit(f"\n{quality_tables(plan.quality)}")
+        from sparsekv.plans.show import quality_tables
+
+        print_parts(quality_tables(plan.quality))
 
 
 def _place(plan: Plan, subject: Subject) -> str:

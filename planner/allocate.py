@@ -21,9 +21,8 @@ from sparsekv.planner.options import Family, Settled
 from sparsekv.planner.predict import ABSENT, DENSE, Choice, Mask, ScoreTables, head_times
 from sparsekv.planner.prices import Floats, Prices
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
-from sparsekv.planner.profile.search_space import ROUNDING, too_low
-from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import Pattern, TileShape, mandatory_density
+from sparsekv.planner.profile.search_space import ROUNDING
+from sparsekv.plans.patterns import Pattern
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.types import format_length
 
@@ -61,27 +60,14 @@ def allocate(profile: Profile, cost: Prices, options: Settled, say: Callable[[st
     return PrefillPlan(tile=profile.tile, lengths=(*lengths, last))
 
 
-def check_profiled(profile: Profile, options: Settled) -> None:
-    """Refuses target densities below all that was profiled, before anything is measured.
-
-    Raises:
-        UsageError: a target lies below all that was profiled.
-    """
-    entries = [entry for entry in profile.lengths if entry.layers]
-    for entry, target in zip(entries, options.target_density, strict=False):
-        densities = [candidate.density for candidate in entry.candidates if candidate.family in options.families]
-        if not densities or min(densities) > target * (1.0 + ROUNDING):
-            raise UsageError(
-                f"expected a target density of at least {entry.densities[0]:g} at {entry.length} tokens, "
-                f"the least that was profiled, found {target:g}; raise it, or profile again with it"
-            )
-
-
-def at_target(tables: ScoreTables, families: Collection[Family], target: float) -> Choice | None:
-    """The least damage at a mean density over all heads, whatever that costs; None where nothing is so sparse."""
-    budget = target * int(tables.present_LH.sum())
-    allocation = solve(tables.density_LCH, tables.damage_LCH, tables.of_families(families), tables.present_LH, budget)
-    return None if allocation is None else allocation.choice
+def at_target(tables: ScoreTables, families: Collection[Family], target: float) -> Allocation:
+    """The least damage at a mean density over all heads, or at the least one where nothing is so sparse."""
+    present_LH, own_LCH = tables.present_LH, tables.of_families(families)
+    cheapest_LH = np.minimum(np.where(own_LCH, tables.density_LCH, np.inf).min(1), 1.0)
+    budget = max(target * int(present_LH.sum()), float(cheapest_LH[present_LH].sum())) * (1.0 + 1e-12)
+    allocation = solve(tables.density_LCH, tables.damage_LCH, own_LCH, present_LH, budget)
+    assert allocation is not None
+    return allocation
 
 
 def at_loss(tables: ScoreTables, families: Collection[Family], most: float) -> tuple[Choice, float]:
@@ -95,7 +81,6 @@ class _Length:
 
     def __init__(self, profile: Profile, entry: LengthProfile, cost: Prices, options: Settled) -> None:
         self._profile, self._entry = profile, entry
-        self._tile: TileShape = profile.tile
         self.tables = ScoreTables.of(entry)
         self._time_LCH = head_times(cost, self.tables)
         self._own_LCH = self.tables.of_families(options.families)
@@ -111,8 +96,6 @@ class _Length:
             return self._least_damage(self._entry.densities[-1])
         if (target := options.target_at(length)) is None:
             return self._within(self._density_of(options.phase_loss, missed))
-        if self._least > target * (1.0 + ROUNDING):
-            raise self._unreached(target, self._least)
         return self._within(min(1.0, target * _DENSER**missed))
 
     def _density_of(self, loss: float, missed: int) -> float:
@@ -158,13 +141,8 @@ class _Length:
 
     def _within(self, target: float) -> Choice:
         """The least damage at a mean density over all heads."""
-        tables, present_LH = self.tables, self.tables.present_LH
-        least = float(self._cheapest[present_LH].sum())  # above the target only by rounding
-        budget = max(target * int(present_LH.sum()), least) * (1.0 + 1e-12)
-        allocation = solve(tables.density_LCH, tables.damage_LCH, self._own_LCH, present_LH, budget)
-        assert allocation is not None
-        self._found = self._faster(allocation)
-        return np.where(present_LH, self._found.choice, ABSENT)
+        self._found = self._faster(at_target(self.tables, self._families, target))
+        return np.where(self.tables.present_LH, self._found.choice, ABSENT)
 
     def _faster(self, base: Allocation) -> Allocation:
         """The least time on the device for the damage of an allocation, or that itself where it is faster."""
@@ -176,42 +154,14 @@ class _Length:
         is_better = ours < theirs and denser <= TOLERANCE * dense
         return Allocation(choice, damage, min(base.bound, damage)) if is_better else base
 
-    @property
-    def _least(self) -> float:
-        """The mean density of the sparsest choice."""
-        return float(self._cheapest[self.tables.present_LH].mean())
-
-    @property
-    def _cheapest(self) -> Floats:
-        return np.asarray(np.minimum(np.where(self._own_LCH, self.tables.density_LCH, np.inf).min(1), 1.0))
-
     def _least_damage(self, target: float) -> Choice:
-        """Algorithm 1 of MInference: for each head by itself, among candidates of one cost."""
+        """Algorithm 1 of MInference: for each head by itself, among candidates of one cost; a head without one is
+        dense."""
         tables = self.tables
         # A range whose smallest pattern costs more than the target is not at the target cost.
         usable_LCH = self._own_LCH & (tables.density_LCH <= target * TOLERANCE)
-        if (missing_LH := tables.present_LH & ~usable_LCH.any(1)).any():
-            raise self._unreached(target, float(self._cheapest[missing_LH].max()))
         damage_LCH = np.where(usable_LCH, tables.damage_LCH, np.inf)
-        return np.where(tables.present_LH, damage_LCH.argmin(1), ABSENT)
-
-    def _unreached(self, target: float, found: float) -> UsageError:
-        least = min(mandatory_density(self._entry.length, self._tile, family) for family in self._families)
-        if least > target:
-            return too_low(target, self._entry.length, found)
-        without = int((self.tables.present_LH & ~self._own_LCH.any(1)).sum())
-        if without:
-            return UsageError(
-                f"expected candidates of {', '.join(sorted(self._families))} for the heads at {self._entry.length} "
-                f"tokens, found none for {without} of {int(self.tables.present_LH.sum())}, which other families of "
-                "the profile served better; add those to families, or profile again (leave --profile out)"
-            )
-        return UsageError(
-            f"expected candidates of {', '.join(sorted(self._families))} that come to a density of {target:g} over all "
-            f"calibration prompts at {self._entry.length} tokens, found {found:.4g} with the sparsest: on some prompts "
-            f"they cost more than on the one they were fitted on. Ask for {min(1.0, found * 1.005):.3g} with the same "
-            "profile, or profile a lower one"
-        )
+        return np.where(usable_LCH.any(1), damage_LCH.argmin(1), self._dense)
 
 
 # --- one candidate for every head -------------------------------------------------------------------------------------

@@ -14,21 +14,19 @@ from itertools import islice
 
 import torch
 
-from sparsekv.planner.allocate import check_profiled
-from sparsekv.planner.common_options import set_aside
 from sparsekv.planner.evaluation import EvalSamples
 from sparsekv.planner.evaluation.batches import batches, prompt_step
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.evaluation.predictions import answered, prefill
 from sparsekv.planner.filter_layers import check_filters
-from sparsekv.planner.options import PlanOptions, Settled, settle
+from sparsekv.planner.options import PlanOptions, Settled, set_aside, settle
 from sparsekv.planner.prices import HeadShape
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, held_out
 from sparsekv.planner.profile.profile_data import Profile, check_model, for_profile
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.tasks import HARD_TASKS, QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
 from sparsekv.planner.verify_cells import tasks_tested
-from sparsekv.plans.aliases import resolve_model
+from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.hf.dequantise import is_dequantised
@@ -106,7 +104,7 @@ def job_of(
     kit = prepare(loaded.tokenizer, Split.VERIFICATION) if verifies else None
     if kit is not None:
         tasks = tasks_tested(loaded.info.model_type, evicts=settled.retain is not None)
-        EvalSamples(tasks, settled.verify_lengths).check_fit(kit)
+        EvalSamples(tasks, settled.lengths).check_fit(kit)
     texts = tuple(prompt.text for prompt in settled.prompts)
     calibration = Calibration(loaded.tokenizer, texts, settled.tasks, settled.seed)
     return Job(loaded.info, settled, loaded, calibration, kit, profile, own, held_out=held_out)
@@ -165,22 +163,15 @@ def _check(model: ModelInfo, options: Settled, profile: Profile | None) -> None:
         )
     if "decode" in options.phases:
         check_filters(model, options)
-    if "prefill" in options.phases and profile is not None:
-        check_profiled(profile, options)
 
 
 def _checked(name: str, profile: Profile) -> str:
     """Compares the model of that name with the profile's, as far as can be told; a remark on how far that is."""
     try:
         source = resolve_model(name)
-    except UsageError:
-        if name != profile.model.id:
-            raise
-        return _NO_CONFIG.format(name=name)
-    try:
         config = load_config(source)
     except UsageError:
-        if source.path_or_id != profile.model.id:
+        if profile.model.id not in (name, ALIASES.get(name.lower())):
             raise
         return _NO_CONFIG.format(name=name)
     check_model(profile, describe_config(config, source.path_or_id), weights=False)

@@ -54,11 +54,8 @@ _NEW = (1, DRAFTS[1] + 1, DRAFTS[-1] + 1)  # new tokens of a pass that checks a 
 _CPU_CACHE = 32 << 20  # bytes
 _MOST_COPIES = 16
 
-SECONDS_A_TIMING = 0.03
-_FEWEST, _MOST = 3, 100  # samples of a launch
-_WARM_SECONDS = 0.1  # of work before the first sample, until clocks have risen
-_MOST_ON_DEVICE = 9  # samples where nothing but the launch is timed
-_VERY_LONG_SECONDS = 4.0  # of a round
+_ROUNDS = 3  # on a CPU
+_STEPS_MS = 30
 
 
 def measure_prices(
@@ -108,67 +105,37 @@ def timed_lengths(shape: HeadShape, lengths: Sequence[int], device_type: str) ->
     return tuple(sorted({*(round(float(length) / _ROUND) * _ROUND for length in spaced), *planned}))
 
 
-@dataclass(frozen=True, slots=True)
-class Stopwatch:
-    """Times launches in microseconds. All are taken in turn, so that clocks and neighbours are alike for each."""
-
-    device: torch.device
-
-    def queued(self, launches: Sequence[Launch]) -> list[float]:
-        """Median times of each launch on a GPU, whose other work in a layer hides the time of the program. On a CPU,
-        where other programs take time slices, the fastest of several is what the work takes."""
-        rounds = _rounds(len(launches), sum(self._warm(launches)))
-        if self.device.type == "cuda":
-            return device_us(launches, self.device, min(rounds, _MOST_ON_DEVICE))
-        return list(map(min, self._walled(launches, rounds)))
-
-    def step(self, launches: Sequence[Launch]) -> float:
-        """Mean time of a launch as part of a decode step: on a GPU in a CUDA graph, as steps run there."""
-
-        def all_of_them() -> None:
-            for launch in launches:
-                launch()
-
-        if self.device.type != "cuda":
-            return self.queued([all_of_them])[0] / len(launches)
-        from triton.testing import do_bench_cudagraph
-
-        with torch.cuda.device(self.device):
-            all_of_them()
-            torch.cuda.synchronize()  # the stream that times does not wait for this one
-            timed_ms = do_bench_cudagraph(all_of_them, rep=round(1e3 * SECONDS_A_TIMING), return_mode="median")
-            return float(timed_ms) * 1e3 / len(launches)
-
-    def _warm(self, launches: Sequence[Launch]) -> list[float]:
-        """Runs launches until they are compiled and clocks have risen; returns the seconds that each took last."""
-        found = self._walled(launches, 1)
-        spent, enough = 0.0, min(_WARM_SECONDS, len(launches) * SECONDS_A_TIMING)
-        while spent < enough:
-            found = self._walled(launches, 1)
-            spent += max(1e-6 * sum(samples[0] for samples in found), 1e-6)
-        return [max(1e-6 * samples[0], 1e-9) for samples in found]
-
-    def _walled(self, launches: Sequence[Launch], rounds: int) -> list[list[float]]:
-        found: list[list[float]] = [[] for _ in launches]
-        for _ in range(rounds):
-            for launch, samples in zip(launches, found, strict=True):
-                self._wait()
-                started = time.perf_counter()
-                launch()
-                self._wait()
-                samples.append(1e6 * (time.perf_counter() - started))
-        return found
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+def queued_us(launches: Sequence[Launch], device: torch.device) -> list[float]:
+    """Times of each launch, all taken in turn: on a GPU the median, whose other work in a layer hides the time of the
+    program. On a CPU, where other programs take time slices, the fastest of several is what the work takes."""
+    if device.type == "cuda":
+        return device_us(launches, device)
+    rounds = [[_walled_us(launch) for launch in launches] for _ in range(_ROUNDS)]
+    return [min(times) for times in zip(*rounds, strict=True)]
 
 
-def _rounds(launches: int, seconds: float) -> int:
-    """The number of rounds, where one takes so many seconds: one where that is long."""
-    if seconds > _VERY_LONG_SECONDS:
-        return 1
-    return max(_FEWEST, min(_MOST, round(launches * SECONDS_A_TIMING / seconds)))
+def step_us(launches: Sequence[Launch], device: torch.device) -> float:
+    """Mean time of a launch as part of a decode step: on a GPU in a CUDA graph, as steps run there."""
+
+    def all_of_them() -> None:
+        for launch in launches:
+            launch()
+
+    if device.type != "cuda":
+        return queued_us([all_of_them], device)[0] / len(launches)
+    from triton.testing import do_bench_cudagraph
+
+    with torch.cuda.device(device):
+        all_of_them()
+        torch.cuda.synchronize()  # the stream that times does not wait for this one
+        timed_ms = do_bench_cudagraph(all_of_them, rep=_STEPS_MS, return_mode="median")
+        return float(timed_ms) * 1e3 / len(launches)
+
+
+def _walled_us(launch: Launch) -> float:
+    started = time.perf_counter()
+    launch()
+    return max(1e6 * (time.perf_counter() - started), 1e-3)
 
 
 @dataclass(slots=True)
@@ -236,7 +203,7 @@ class Bench:
         views = self._views(k_BGSD, v_BGSD)
         self._decode(q_BHSD[:, :, -1:], views, length)
         for new in _NEW:
-            self.times.add("check", length, self._watch.step(self._dense_steps(q_BHSD[:, :, -new:], views)), new)
+            self.times.add("check", length, step_us(self._dense_steps(q_BHSD[:, :, -new:], views), self.device), new)
 
     def _dense_steps(self, q_BHQD: torch.Tensor, views: Sequence[KeyView]) -> list[Launch]:
         return [partial(decode_attention, q_BHQD, view, scale=self._scale, backend=self.backend) for view in views]
@@ -250,7 +217,7 @@ class Bench:
                 x_TE = draw(new, width)
                 size = out * width * x_TE.itemsize
                 weights = [draw(out, width) for _ in range(copies_to_read_cold(size, self._cache_bytes))]
-                us = self._watch.step([partial(_product, x_TE, weight) for weight in weights])
+                us = step_us([partial(_product, x_TE, weight) for weight in weights], self.device)
                 self.times.add("products", out * width, us, new)
 
     def _prefill(self, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
@@ -278,7 +245,7 @@ class Bench:
                 share = whole if name == "tiles" else float(density(index, chunk)) - whole
                 points.append((name, share, partial(attend, index)))
         timed: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for (name, across, _), us in zip(points, self._watch.queued([run for *_, run in points]), strict=True):
+        for (name, across, _), us in zip(points, queued_us([run for *_, run in points], self.device), strict=True):
             timed[name].append((across, us))
         *tiles, (_, mixed_us) = timed.pop("tiles")
         dense_us = dense_heads_us(mixed_us, tiles[0][1], heads)
@@ -289,7 +256,7 @@ class Bench:
                 self.times.add(name, length, us, across)
 
     def _decode(self, q_BH1D: torch.Tensor, views: Sequence[KeyView], length: int) -> None:
-        keys, add, step = views[0], self.times.add, self._watch.step
+        keys, add, step = views[0], self.times.add, partial(step_us, device=self.device)
         add("step dense", length, step(self._dense_steps(q_BH1D, views)))
         segment = _segment(length // 10, self.shape.heads)
         chooses = [self._filter_step(segment, q_BH1D, view)[0] for view in views]
@@ -334,7 +301,7 @@ class Bench:
             rows = torch.zeros(size, dtype=torch.uint8 if self.float8 else self.dtype, device="cpu")
             rows = rows.pin_memory() if self.device.type == "cuda" else rows
             fetch = partial(rows.to, self.device, non_blocking=True, copy=True)
-            self.times.add("fetch", count, self._watch.queued([fetch])[0])
+            self.times.add("fetch", count, queued_us([fetch], self.device)[0])
 
     def _random(self, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator(self.device).manual_seed(0)
@@ -344,10 +311,6 @@ class Bench:
             return torch.randn(size, generator=generator, device=self.device, dtype=self.dtype)
 
         return draw(self.shape.heads), draw(self.shape.kv_heads), draw(self.shape.kv_heads)
-
-    @property
-    def _watch(self) -> Stopwatch:
-        return Stopwatch(self.device)
 
     @property
     def _scale(self) -> float:

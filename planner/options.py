@@ -1,28 +1,26 @@
-"""Options of `plan`, `verify` and `eval`, in groups that commands share, and their defaults for a model and a device
-(`settle`).
+"""Options that commands share (samples, the caller's own prompts, the machine) and those of `plan`, with their defaults
+for a model and a device (`settle`).
+
+A field says its type, bounds, default and help where it is declared and nowhere else: the command line is generated
+from it (cli/commands.py). One with a `Flag` is a flag, one with a `Key` a key of `--set`; others are for programs.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from sparsekv.planner.common_options import (
-    PHASES,
-    Drawn,
-    GivenPrompt,
-    Hardware,
-    KVPrecision,
-    Phase,
-    as_prompts,
-    check_lengths,
-)
 from sparsekv.planner.flags import (
     MOST,
+    Chunk,
     Flag,
     Key,
     Layers,
@@ -39,10 +37,139 @@ from sparsekv.planner.flags import (
     words,
 )
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import PATTERNS, TileShape, fraction
-from sparsekv.plans.phases import CHOSEN_SHARE, RECENT, SINK
+from sparsekv.plans.patterns import PATTERNS, TileShape, fraction, mandatory_density
+from sparsekv.plans.phases import CHOSEN_SHARE
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.settings import DeviceMap
+from sparsekv.plans.types import KVDtype, format_length
+from sparsekv.runtime.settings import Backend, DeviceMap, Dtype
+
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+# Written down here, since the tasks themselves bring numpy.
+TASKS = (
+    *("quote_text", "quote_code", "niah_single", "niah_multikey", "kv_retrieval", "two_stage", "variable_tracking"),
+    *("perplexity", "niah_multivalue", "niah_multiquery", "second_question", "turns"),
+)
+
+
+def _instead(name: str) -> str:
+    if name in ("qa_1", "qa_2"):
+        return "; it needs a corpus of questions: use lm-evaluation-harness (examples/with_lm_eval.py)"
+    of_suite = re.fullmatch("niah_(single|multikey)_[123]|vt|cwe|fwe", name)
+    return "; `eval --suite ruler`, which runs tasks of its own, has it" if of_suite else ""
+
+
+DEFAULT_TASKS = TASKS[: TASKS.index("perplexity") + 1]  # what is published was measured on these
+
+
+# --- samples and prompts ----------------------------------------------------------------------------------------------
+
+Seed = Annotated[int, Field(ge=0, le=(1 << 32) - 1), Key("Seed of samples and of sampling; 0 by default.", "N")]
+PrefillChunk = Annotated[
+    Chunk,
+    Flag(
+        "Prefill in pieces of so many tokens, as a server with such steps does; a plan is made, tested and run in 16k.",
+        metavar="TOKENS",
+    ),
+]
+
+
+Tasks = Annotated[tuple[Annotated[str, one_of(TASKS, _instead)], ...], text(words), AfterValidator(each_once)]
+
+
+class Drawn(Options):
+    group: ClassVar = "Machine"
+    tasks: Annotated[
+        Tasks,
+        Key(
+            f"Tasks, of {', '.join(TASKS)}; by default the first {len(DEFAULT_TASKS)}, for `plan` quotations, plain "
+            "text and the retrieval that the model can answer.",
+            "NAMES",
+        ),
+    ] = ()
+    seed: Seed = 0
+    batch: Annotated[int | None, Field(ge=1, le=MOST, description="Most samples run at once; as fits by default.")] = (
+        None
+    )
+    prefill_chunk: PrefillChunk = None
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPrompt:
+    """A prompt, the answer that follows it as it is (with its leading space, if any), and what it counts as. Without an
+    answer its last tokens stand in for one.
+
+    Attributes:
+        source: the file and line, for messages, such as "prompts.jsonl, line 3".
+    """
+
+    prompt: str
+    answer: str = ""
+    task: str = "prompts"
+    source: str = field(default="", compare=False)
+
+    @property
+    def text(self) -> str:
+        return self.prompt + self.answer
+
+    @property
+    def digest(self) -> bytes:
+        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).digest()
+
+
+def as_prompts(given: Any) -> Any:
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        return given  # which is refused by its type
+    return tuple(GivenPrompt(one) if isinstance(one, str) else one for one in given)
+
+
+def set_aside(prompts: Iterable[GivenPrompt]) -> tuple[tuple[GivenPrompt, ...], tuple[GivenPrompt, ...]]:
+    """Prompts to calibrate on, and as many to verify on, which the search never sees: none of a single one.
+
+    Both follow from the texts alone, and so does their order: equal ones count once, and nobody chooses a part by
+    ordering a file.
+    """
+    found = sorted({one.digest: one for one in prompts}.values(), key=lambda one: one.digest)
+    half = (len(found) + 1) // 2
+    return tuple(found[:half]), tuple(found[half:])
+
+
+def digest_of_prompts(prompts: Iterable[GivenPrompt]) -> str:
+    parts = json.dumps(sorted(one.digest.hex() for one in prompts))
+    return f"sha256:{hashlib.sha256(parts.encode()).hexdigest()}"
+
+
+# --- machine ----------------------------------------------------------------------------------------------------------
+
+KVPrecision = Annotated[
+    KVDtype, Key("Cached keys and values in the model's precision (auto), or in 8 bits, half the bytes of 16.", "fp8")
+]
+
+
+class Device(Options):
+    group: ClassVar = "Machine"
+
+    device: Annotated[str, Flag("cpu, cuda, cuda:1 ..., or what there is.", metavar="NAME")] = "auto"
+
+
+class Hardware(Device):
+    """Where a model runs, in what precision, by which kernels."""
+
+    dtype: Annotated[Dtype, Flag("Precision, or what fits the machine.")] = "auto"
+    backend: Annotated[
+        Backend, Key(f"Kernels: {', '.join(get_args(Backend))}; the fastest that can run, see `doctor`.", "NAME")
+    ] = "auto"
+
+
+def check_lengths(lengths: Sequence[int], context: int) -> None:
+    if max(lengths, default=0) > context:
+        raise UsageError(
+            f"expected lengths within the model's context of {format_length(context)} tokens, found "
+            f"{format_length(max(lengths))}; leave it out, or choose a model with a longer context"
+        )
+
+
+# --- what is planned --------------------------------------------------------------------------------------------------
 
 _SEARCHED = [name for name, kind in PATTERNS.items() if kind.ranges(TileShape(), 1)]
 FAMILIES = tuple(name for name in _SEARCHED if PATTERNS[name].by_default)
@@ -120,9 +247,6 @@ class DecodeSearch(Options):
     decode_budget: Annotated[TokenBudget, Key("Share that filter layers choose: 10%, or tokens.", "BUDGET")] = (
         DECODE_BUDGET
     )
-    # The first and the last tokens that sparse layers attend to besides.
-    decode_sink: Annotated[int, Field(ge=0)] = SINK
-    decode_recent: Annotated[int, Field(ge=1)] = RECENT
     offload: Annotated[bool, Key("Permit rows of sparse layers in host memory.", "true")] = False
     retain: Annotated[
         OneShare | None,
@@ -145,16 +269,13 @@ class DecodeSearch(Options):
 VerifySize = Literal["small", "full", "none"]
 
 
-_OF_SEGMENTS = ("filter_layers", "decode_budget", "decode_sink", "decode_recent", "offload")
-
-
 class PlanOptions(Targets, Search, DecodeSearch, Drawn, Hardware):
     """Says how to plan."""
 
     group: ClassVar = "Verification"
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(("target_density", "levels"), "each is a target", ("preset",)),
-        Unread(_OF_SEGMENTS, "an evicting layer is in no segment", ("retain",)),
+        Unread(("filter_layers", "decode_budget", "offload"), "an evicting layer is in no segment", ("retain",)),
         Unread(("few_groups",), "no layer evicts", without=("retain",)),
         Unread(("retain",), "the decode that is planned alone is that of filter layers", (("phases", ("decode",)),)),
     )
@@ -164,7 +285,6 @@ class PlanOptions(Targets, Search, DecodeSearch, Drawn, Hardware):
         VerifySize,
         Flag("Prompts of the test: small excludes 5 points over all and 40 in a task, full 3 and 25, none is no test."),
     ] = "small"
-    verify_lengths: Lengths = ()
     # Tasks, seed, and options by which prompts were chosen: none verify a plan.
     verify_tasks: tuple[str, ...] = ()
     verify_seed: int | None = None
@@ -183,14 +303,6 @@ class PlanOptions(Targets, Search, DecodeSearch, Drawn, Hardware):
     def profiled_phases(self) -> tuple[Phase, ...]:
         """Returns the phases whose profile is needed: what layers keep is searched on the model itself."""
         return self.phases if self.retain is None else ("prefill",)
-
-    @model_validator(mode="after")
-    def _verified_lengths_are_planned(self) -> Self:
-        if self.lengths and not set(self.verify_lengths) <= set(self.lengths):
-            raise UsageError(
-                f"expected verify_lengths among the planned lengths {self.lengths}, found {self.verify_lengths}"
-            )
-        return self
 
 
 def lengths_to_verify(plan: Plan, asked: tuple[int, ...], context: int) -> dict[str, Any]:
@@ -217,6 +329,7 @@ def density_for(length: int) -> float:
     return round(math.exp(math.log(dense) + share * math.log(sparse / dense)), 4)
 
 
+_ROUNDED = 1.0001  # a density that is the least but for rounding is the least
 # Heads end between a fraction of the mean and several times as much. On a CPU each level takes half a minute.
 _LEVELS = {
     "cpu": (0.4, 0.7, 1.1, 1.8),
@@ -292,7 +405,7 @@ def settle(options: PlanOptions, context_length: int, device_type: str) -> Settl
     filled: dict[str, Any] = {
         "phases": options.profiled_phases,
         "lengths": lengths,
-        "target_density": _densities(options, lengths),
+        "target_density": _densities(options, lengths, tile, families),
         "families": families,
         "tile": tile,
         "levels": (1.0,) if preset else options.levels or _LEVELS["cuda" if on_gpu else "cpu"],
@@ -300,7 +413,6 @@ def settle(options: PlanOptions, context_length: int, device_type: str) -> Settl
         "refine_rounds": _ROUNDS.get(device_type, 0) if options.refine_rounds is None else options.refine_rounds,
         "tasks": tasks,
         "calibration_samples": options.calibration_samples or len(options.prompts) or samples,
-        "verify_lengths": options.verify_lengths or lengths,
         "verify_chosen": tuple(_chosen(options)),
         "samples_are_default": not (options.calibration_samples or options.prompts or options.tasks or preset),
     }
@@ -329,13 +441,21 @@ def _lengths(options: PlanOptions, context_length: int, device_type: str) -> tup
     return tuple(sorted(options.lengths))
 
 
-def _densities(options: PlanOptions, lengths: tuple[int, ...]) -> tuple[float, ...]:
+def _densities(
+    options: PlanOptions, lengths: tuple[int, ...], tile: TileShape, families: Collection[str]
+) -> tuple[float, ...]:
     given = options.target_density
-    if len(given) <= 1:
-        return given * len(lengths)
-    if len(given) != len(lengths):
+    each = given * len(lengths) if len(given) == 1 else given
+    if len(each) not in (0, len(lengths)):
         raise UsageError(
             f"expected one target density, or one for each of the {len(lengths)} lengths, found {len(given)}"
         )
-    paired = sorted(zip(options.lengths or lengths, given, strict=True))
+    paired = sorted(zip(options.lengths or lengths, each, strict=False))
+    for length, density in paired:
+        least = min(mandatory_density(length, tile, family) for family in families)
+        if least > density * _ROUNDED:
+            raise UsageError(
+                f"expected a target density above {least:.3g}, the share of the tiles that every pattern computes at "
+                f"{length} tokens, found {density:g}; raise it, or plan longer contexts or smaller tiles"
+            )
     return tuple(density for _, density in paired)

@@ -34,8 +34,8 @@ from sparsekv.planner.records import digest_of, versions, write_measured
 from sparsekv.planner.refine import refine, refines
 from sparsekv.planner.verify import VerifyRun, loaded_from, verify
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.phases import DecodePlan, Eviction
-from sparsekv.plans.schema import NOTHING_SPARSE, Estimate, Plan, Prediction, Provenance, Target
+from sparsekv.plans.phases import Eviction
+from sparsekv.plans.schema import NOTHING_SPARSE, Plan, Prediction, Provenance, Target
 from sparsekv.plans.types import and_listed, format_length
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.model_config import device_name, has_soft_cap
@@ -101,7 +101,7 @@ def compile_plan(
         *result.remarks,
         *told,
         *denser_remarks(result.options),
-        *plan_remarks(result.plan, result.options, measured, cost, has_model=job.loaded is not None),
+        *plan_remarks(result.plan, result.options, measured),
         *beside,
         *job.remarks,
     )
@@ -346,37 +346,17 @@ def dense_remarks(options: Settled, lost: Mapping[int, Sequence[str]]) -> Iterat
         yield f"{format_length(length)} is dense: every plan that was tried lost too much there ({losses})"
 
 
-def plan_remarks(
-    plan: Plan, options: Settled, profile: Profile, cost: Prices, *, has_model: bool = True
-) -> tuple[str, ...]:
+def plan_remarks(plan: Plan, options: Settled, profile: Profile) -> Iterator[str]:
     """A line for each thing to change about a plan; `options` are those it was compiled with, settled."""
-    assert plan.cost is not None, "compiled just now"
-    lines: list[str] = []
-    if cost.stands_in:
-        prices = f"predictions are for {cost.device}, by prices that ship ({cost.source})"
-        lines.append(f"{prices}: {'plan' if has_model else 'leave --no-verify out'} on a GPU to measure its own")
-    if plan.decode:
-        steps = {entry.length: entry.decode for entry in plan.cost.lengths if entry.decode}
-        lines += _decode_remarks(plan.decode, steps, options, profile)
+    decode = plan.decode
+    if decode and options.offload and decode.offload is None and decode.sparse_layers:
+        yield "nothing is offloaded: every sparse layer chooses for itself, and so reads all keys in each step"
+    steps = {entry.length: entry.decode for entry in plan.cost.lengths if entry.decode} if plan.cost else {}
+    slower = [length for length, step in steps.items() if step.sparse_us > step.dense_us]
+    if slower and decode and decode.offload:
+        lengths = and_listed(map(format_length, slower))
+        yield f"decode at {lengths} is slower than dense on the device; leave offload out where rows fit"
     longest, context = profile.lengths[-1].length, profile.model.context_length
     if longest < context:
-        lengths = ",".join(map(format_length, lengths_up_to(context, [entry.length for entry in profile.lengths])))
-        lines.append(f"contexts above {format_length(longest)} were not profiled; --lengths {lengths} plans them")
-    return tuple(lines)
-
-
-def _decode_remarks(
-    decode: DecodePlan, steps: dict[int, Estimate], options: Settled, profile: Profile
-) -> Iterator[str]:
-    lengths = [entry.length for entry in profile.lengths if entry.reuse]
-    if dense := [length for length in lengths if decode.bucket(length).dense and length not in options.dense]:
-        yield f"decode at {_listed(dense)} is dense: no choice of tokens is within the bound on its loss"
-    if options.offload and decode.offload is None and decode.sparse_layers:
-        yield "nothing is offloaded: every sparse layer chooses for itself, and so reads all keys in each step"
-    slower = [length for length, step in steps.items() if step.sparse_us > step.dense_us]
-    if slower and decode.offload:
-        yield f"decode at {_listed(slower)} is slower than dense on the device; leave offload out where rows fit"
-
-
-def _listed(lengths: Sequence[int]) -> str:
-    return and_listed(map(format_length, lengths))
+        wanted = ",".join(map(format_length, lengths_up_to(context, [entry.length for entry in profile.lengths])))
+        yield f"contexts above {format_length(longest)} were not profiled; --lengths {wanted} plans them"

@@ -124,16 +124,9 @@ def causal_tiles(length: int, tile: TileShape, window: int | None = None) -> int
     return Chunk.uniform(1, 0, length).causal_tiles(tile, window)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerTimes:
-    """Attention of each profiled layer over a whole prompt, in microseconds: [L] each."""
-
-    dense_us: Floats
-    sparse_us: Floats  # as chosen; a layer without sparse heads runs the dense kernel
-
-
-def layer_times(cost: Prices, tables: ScoreTables, choice: Choice) -> LayerTimes:
-    """The profiled layers over a prompt of the profiled length by these choices."""
+def layer_times(cost: Prices, tables: ScoreTables, choice: Choice) -> tuple[Floats, Floats]:
+    """Attention of each profiled layer over a prompt of the profiled length, dense and by these choices, in
+    microseconds: [L] each. A layer without sparse heads runs the dense kernel."""
     tokens = tables.entry.length
     dense_L = cost.dense_us(tokens) * (choice != ABSENT).sum(1) / cost.shape.heads
     shares = tables.take(tables.tiles_LCH, choice, 1.0), tables.take(tables.columns_LCH, choice, 0.0)
@@ -143,7 +136,7 @@ def layer_times(cost: Prices, tables: ScoreTables, choice: Choice) -> LayerTimes
         for family, heads in heads_by_pattern(tables, row, choice_H).items():
             launch_us, head_us = index[family]
             sparse_L[row] += launch_us + heads * head_us
-    return LayerTimes(dense_L, np.where((choice >= 0).any(1), sparse_L, dense_L))
+    return dense_L, np.where((choice >= 0).any(1), sparse_L, dense_L)
 
 
 def head_times(cost: Prices, tables: ScoreTables) -> Floats:
@@ -164,7 +157,7 @@ def prefill_estimate(cost: Prices, tables: ScoreTables, choice: Choice, profile:
     Layers with a window of their own compute the same tiles and take the same time either way; they count in both.
     Layers without keys of their own take no time: only the last row of a prompt goes through them.
     """
-    times, length, tile = layer_times(cost, tables, choice), tables.entry.length, profile.tile
+    (dense_L, sparse_L), length, tile = layer_times(cost, tables, choice), tables.entry.length, profile.tile
     own = [group for group in profile.model.attention if group.keys_of is None]
     windowed = [
         (len(group.layers) * group.heads * causal_tiles(length, tile, group.window), group in own)
@@ -177,8 +170,8 @@ def prefill_estimate(cost: Prices, tables: ScoreTables, choice: Choice, profile:
     timed_L = [profile.model.group_of(scores.layer) in own for scores in tables.entry.layers]
     dense = int((choice != ABSENT).sum()) * causal_tiles(length, tile)
     return Estimate(
-        dense_us=float(times.dense_us[timed_L].sum()) + same_us,
-        sparse_us=float(times.sparse_us[timed_L].sum()) + same_us,
+        dense_us=float(dense_L[timed_L].sum()) + same_us,
+        sparse_us=float(sparse_L[timed_L].sum()) + same_us,
         density=(tables.density(choice) * dense + same) / (dense + same),
     )
 

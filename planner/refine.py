@@ -110,20 +110,17 @@ class _Refinement:
     def refined(self, entry: LengthProfile) -> LengthProfile:
         best = self._planned(entry)
         for _ in range(self._options.refine_rounds):
-            if best is None:
-                return entry  # too little for mandatory tiles: the allocation says so
             further = self._planned(self._corrected(best))
-            if further is None or not further.rank < best.rank:
+            if not further.rank < best.rank:
                 break
             best = further
-        return best.entry if best else entry
+        return best.entry
 
-    def _planned(self, entry: LengthProfile) -> _Plan | None:
-        return self._inside_loss(entry) if self._target is None else self._at_target(entry, self._target)
-
-    def _at_target(self, entry: LengthProfile, target: float) -> _Plan | None:
-        choice = at_target(ScoreTables.of(entry), self._options.families, target)
-        return choice if choice is None else _Plan(entry, choice, self._measured(entry, choice)[0])
+    def _planned(self, entry: LengthProfile) -> _Plan:
+        if self._target is None:
+            return self._inside_loss(entry)
+        choice = at_target(ScoreTables.of(entry), self._options.families, self._target).choice
+        return _Plan(entry, choice, self._measured(entry, choice)[0])
 
     def _inside_loss(self, entry: LengthProfile) -> _Plan:
         """The sparsest plan, of some levels of damage, that was measured to be inside the loss; where none was, one of

@@ -21,7 +21,6 @@ from typing import Any, Literal
 import numpy as np
 
 from sparsekv.kernels.backends import choose_backend
-from sparsekv.planner.common_options import GivenPrompt, digest_of_prompts
 from sparsekv.planner.evaluation import EvalSamples, Mode, PlanMode, evaluate, opened
 from sparsekv.planner.evaluation.batches import step_of
 from sparsekv.planner.evaluation.given import GivenSamples, HeldOut, samples_of
@@ -34,7 +33,7 @@ from sparsekv.planner.fixed_test import (
     divergence_bounds,
     level_of_run,
 )
-from sparsekv.planner.options import PlanOptions, Settled, lengths_to_verify, settle
+from sparsekv.planner.options import GivenPrompt, PlanOptions, Settled, digest_of_prompts, lengths_to_verify, settle
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.records import RunFile, versions
 from sparsekv.planner.tasks import Kit, Split, prepare
@@ -130,7 +129,7 @@ def verify(
     """Runs the test of a plan beside dense.
 
     Args:
-        options: settled: verify_lengths, verify_tasks, verify_chosen, verify_seed, batch, prefill_chunk, backend.
+        options: settled: lengths, verify_tasks, verify_chosen, verify_seed, batch, prefill_chunk, backend.
         prompts: of the caller, in place of samples of tasks; they verify nothing, as they were chosen.
         held_out: prompts of the caller that were set aside before the plan was searched for.
     """
@@ -171,7 +170,7 @@ def _samples(
 ) -> tuple[EvalSamples, tuple[str, ...]]:
     """The prompts of a run, and the options by which they were chosen, which verify nothing."""
     tasks = options.verify_tasks or tasks_tested(plan.model.model_type, evicts=bool(plan.evicting))
-    lengths = lengths_tested(plan, options.verify_lengths)
+    lengths = lengths_tested(plan, options.lengths)
     seed = content_seed(plan, run.number) if options.verify_seed is None else options.verify_seed
     samples = EvalSamples(tasks, lengths, 1, options.batch, seed, prefill_chunk=step_of(plan, options.prefill_chunk))
     if prompts:

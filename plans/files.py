@@ -8,17 +8,15 @@ measured; it does not protect against forgery.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
-import select
 import shlex
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -26,15 +24,12 @@ from sparsekv.plans.errors import ConflictError, PlanError, SparseKVError, Usage
 from sparsekv.plans.quality import without_old
 from sparsekv.plans.schema import KIND, SCHEMA_FILE, SCHEMA_VERSION, Plan, to_data
 from sparsekv.plans.types import canonical_json
-from sparsekv.plans.yaml_io import Tree, plan_error, printable, read_tree, to_yaml
+from sparsekv.plans.yaml_io import Tree, plan_error, read_tree, to_yaml
 
 MAX_BYTES = 8 << 20
 _PIECE = 1 << 20
-_PIPE_SECONDS = 2.0  # until something is written to a pipe that is read
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.ASCII | re.IGNORECASE)  # one slash: a path joins several
-_SAYS_PLAN = re.compile(
-    rf"(?:^|[{{,])[ \t]*[\"']?kind[\"']?[ \t]*:[ \t]*[\"']?{re.escape(KIND)}\b".encode(), re.MULTILINE
-)
+_SAYS_KIND = rb"""["']?kind["']?\s*:\s*["']?sparsekv\.(\w+)"""
 NAME_A_PLAN = "name a plan file, or a folder or hub repository (ORG/NAME) with a sparsekv.yaml in it"
 
 
@@ -51,12 +46,12 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES, wrong: type[
 def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
     """The first `limit` bytes of a file, and one more of a longer one."""
     try:
-        with open_input(path) as file:
+        with open(path, "rb") as file:
             return b"".join(pieces(file.read, limit + 1))
     except IsADirectoryError:
         raise UsageError(f"{path}: expected a file, found a folder; name the file in it") from None
     except FileNotFoundError:
-        found = "a URL, of which nothing is read; download it" if is_url(path) else "none; check the path"
+        found = "a URL; download what is there" if _URL.match(os.fspath(path)) else "none; check the path"
         raise UsageError(f"{path}: expected a file, found {found}") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {_reason(error)}") from None
@@ -69,32 +64,16 @@ def pieces(read: Callable[[int], bytes], most: int) -> Iterator[bytes]:
         yield piece
 
 
-def is_url(path: str | os.PathLike[str]) -> bool:
-    return bool(_URL.match(os.fspath(path)))
-
-
-def open_input(path: str | os.PathLike[str]) -> BinaryIO:
-    """A file, or a pipe that something is written to, opened for reading.
-
-    Raises:
-        OSError: there is none, or it cannot be read; `errno.ENODATA`: a pipe to which nobody writes, or a device.
-    """
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-    mode = os.fstat(file.fileno()).st_mode
-    is_pipe = stat.S_ISFIFO(mode)
-    if stat.S_ISCHR(mode) or (is_pipe and not _is_written(file)):
-        file.close()
-        found = "a pipe that nobody writes to" if is_pipe else "a device"
-        raise OSError(errno.ENODATA, f"expected a file, found {found}")
-    os.set_blocking(file.fileno(), True)
-    return file
-
-
-def _is_written(pipe: BinaryIO) -> bool:
-    """Waits for data. A poll takes descriptors of any number, as `select` does not."""
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN | select.POLLHUP)
-    return bool(poll.poll(1e3 * _PIPE_SECONDS))
+def kind_of(data: bytes) -> str:
+    """The kind that a file of sparsekv tells of itself, sound or not, such as "plan"; empty of any other file."""
+    # Of YAML, fields stand from the first line on that is no comment; text around an example of a plan does not.
+    data = data.removeprefix(b"\xef\xbb\xbf")
+    lines = [line for line in data.splitlines() if line.strip() and not line.startswith((b"#", b"---"))]
+    if not lines or not re.match(rb"""\s*\{|["']?\w+["']?\s*:""", lines[0]):
+        return ""
+    at_start = b"" if lines[0].lstrip().startswith(b"{") else b"^"
+    told = re.search(at_start + _SAYS_KIND, data, re.MULTILINE)
+    return told[1].decode() if told else ""
 
 
 def as_text(data: bytes, source: str, limit: int = MAX_BYTES, wrong: type[SparseKVError] = PlanError) -> str:
@@ -165,8 +144,6 @@ def _reason(error: Exception) -> str:
 
 
 _INTEGRITY = "integrity"
-# Fields of version 1 that nothing reads any more.
-_FIELDS_GONE = {("provenance", "command")}
 
 
 def _check_version(document: dict[str, Any], source: str) -> None:
@@ -183,11 +160,14 @@ def _check_version(document: dict[str, Any], source: str) -> None:
         )
 
 
-def _without_gone(value: Any, path: tuple[str, ...] = ()) -> Any:
-    """A copy of `value`, which stands at `path` of a document, without fields that are gone."""
-    if not isinstance(value, dict):
-        return value
-    return {key: _without_gone(item, here) for key, item in value.items() if (here := (*path, key)) not in _FIELDS_GONE}
+def _as_now(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A document of version 1 without what nothing reads any more."""
+    now, provenance = dict(data), data.get("provenance")
+    if "quality" in now:
+        now["quality"] = without_old(now["quality"])
+    if isinstance(provenance, dict):
+        now["provenance"] = {name: value for name, value in provenance.items() if name != "command"}
+    return now
 
 
 def content_digest(data: Mapping[str, Any]) -> str:
@@ -245,27 +225,21 @@ def parse_plan(text: str | bytes, source: str = "plan", *, sealed: bool = True) 
     try:
         tree = read_tree(as_text(data, source), source)
     except PlanError as error:
-        if _SAYS_PLAN.search(data) or KIND.encode("utf-16-le") in data:
+        if kind_of(data) == "plan":
             raise
-        found = f"a file without one ({str(error).removeprefix(source).lstrip(',: ')})"
-        raise PlanError(
-            f"{source}: expected a plan, with a line `kind: {KIND}`, found {found}; {NAME_A_PLAN}"
-        ) from None
+        raise _no_plan(source, f"a file without one ({str(error).removeprefix(source).lstrip(',: ')})") from None
     return plan_of(tree, sealed=sealed)
 
 
 def plan_of(tree: Tree, *, sealed: bool = True) -> Plan:
     """The plan that the data of a file makes; see `parse_plan`."""
     source = tree.source
-    if not isinstance(tree.data, dict):
-        found = "a list" if isinstance(tree.data, list) else "a single value"
-        raise PlanError(f"{source}: expected a plan, a mapping with `kind: {KIND}`, found {found}; {NAME_A_PLAN}")
-    if tree.data.get("kind") != KIND:
-        raise PlanError(f"{source}: expected `kind: {KIND}`, found {_what(tree.data)}")
+    kind = tree.data.get("kind") if isinstance(tree.data, dict) else None
+    if kind != KIND:
+        raise _no_plan(source, "a file without one" if kind is None else "another kind of file")
     _check_version(tree.data, source)
     try:
-        data = _without_gone(tree.data)
-        plan = Plan.model_validate(data | ({"quality": without_old(data["quality"])} if "quality" in data else {}))
+        plan = Plan.model_validate(_as_now(tree.data))
     except ValidationError as error:
         raise plan_error(error, tree) from None
     if sealed:
@@ -273,15 +247,8 @@ def plan_of(tree: Tree, *, sealed: bool = True) -> Plan:
     return plan
 
 
-def _what(data: dict[str, Any]) -> str:
-    kind = data.get("kind")
-    if kind is None and ("model_type" in data or "architectures" in data):
-        return "a model's config.json; the plan beside it is called sparsekv.yaml"
-    if kind is None:
-        return f"a mapping without `kind`, which is no file of sparsekv; {NAME_A_PLAN}"
-    if isinstance(kind, str) and kind.startswith("sparsekv."):
-        return f"another file of sparsekv (kind: {printable(kind[:50])}); name the plan instead"
-    return f"another `kind`, which is no file of sparsekv; {NAME_A_PLAN}"
+def _no_plan(source: str, found: str) -> PlanError:
+    return PlanError(f"{source}: expected a plan, with a line `kind: {KIND}`, found {found}; {NAME_A_PLAN}")
 
 
 def dump_plan(plan: Plan) -> str:
@@ -334,11 +301,11 @@ def seal(path: str | os.PathLike[str]) -> Sealed:
     """Renews the integrity of the plan at `path`; one that fits is left as it is."""
     text = read_text(path)
     plan = parse_plan(text, os.fspath(path), sealed=False)
-    if _is_sealed(read_tree(text, os.fspath(path)).data):
-        return Sealed(plan, False, (f"its integrity fits its content; left as it is, {plan.status}",))
-    if plan == with_digest(plan):
-        rewrite_plan(plan, path, text)
-        return Sealed(plan, True, (f"its integrity fits with the defaults, which were left out; {plan.status}",))
+    is_sealed = _is_sealed(read_tree(text, os.fspath(path)).data)
+    if is_sealed or plan == with_digest(plan):  # its defaults may be left out
+        if not is_sealed:
+            rewrite_plan(plan, path, text)
+        return Sealed(plan, not is_sealed, (f"its integrity fits its content; {plan.status}",))
     sealed = with_digest(plan.model_copy(update={"status": "unverified", "quality": None, "cost": None}))
     rewrite_plan(sealed, path, text)
     again = {

@@ -1,10 +1,9 @@
-"""A plan for a reader: tables of at most 100 columns, the same as Markdown, and condensed as JSON. Within plans/ only
-this module loads rich."""
+"""A plan for a reader: tables of at most 100 columns, and the same as Markdown. Within plans/ only this module loads
+rich."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -28,7 +27,7 @@ from sparsekv.plans.phases import (
     reach,
 )
 from sparsekv.plans.quality import LENGTH_ROWS, Quality, cell_rows, length_score_rows, quality_sentence
-from sparsekv.plans.schema import Cost, Plan, Target, to_data, unsupported
+from sparsekv.plans.schema import Cost, Plan, Target, unsupported
 from sparsekv.plans.types import Part, format_ids, format_length
 
 _PICTURE = """\
@@ -96,35 +95,6 @@ def titled(lengths: Sequence[AnyBucket]) -> Iterator[tuple[str, AnyBucket]]:
         yield reach((before and before.up_to) or 0, bucket.up_to), bucket
 
 
-def summary(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON data, condensed: what `sparsekv show --json` prints."""
-    data = to_data(plan)
-    copied = ("decode", "kv_cache", "quality", "cost", "provenance", "extensions", "integrity")
-    return {
-        "model": {"id": plan.model.id, "revision": plan.model.revision, "layers": plan.model.layers},
-        "schema_version": plan.schema_version,
-        "status": plan.status,
-        "targets": data.get("targets", []),
-        "tile": to_data(plan.prefill.tile) if plan.prefill else None,
-        "prefill": [_prefill_facts(bucket, plan.model) for bucket in plan.prefill.lengths] if plan.prefill else None,
-        **{name: data.get(name) for name in copied},
-        "unsupported": unsupported(plan),
-    }
-
-
-def _prefill_facts(bucket: PrefillBucket, model: ModelInfo) -> dict[str, Any]:
-    facts: dict[str, Any] = {"up_to": bucket.up_to, "dense": bucket.dense, "extrapolated": bucket.extrapolated}
-    if bucket.same_as is not None:
-        return facts | {"same_as": bucket.same_as}
-    layers = {layer: _head_rows(bucket, layer, model) for layer in range(model.layers)}
-    kinds = Counter(row.kind for rows in layers.values() for row in rows for _ in row.heads)
-    facts_of_layers = [
-        {"layer": layer, "heads": {format_ids(row.heads): f"{row.kind} {row.parameters}".strip() for row in rows}}
-        for layer, rows in layers.items()
-    ]
-    return facts | {"heads": dict(sorted(kinds.items())), "layers": facts_of_layers}
-
-
 def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
     """The model and what its layers compute, one thing after the other: at the longest planned lengths in a few lines,
     or with `full` every head at every length, the measured quality and the predicted cost."""
@@ -134,7 +104,8 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
         over = "over what layers keep" if plan.evicting else "at every length"
         parts += _decode(plan.decode, plan.model) if plan.decode else [Text(f"\nDecode: dense {over}")]
         parts += [_cache(plan.kv_cache)] if plan.kv_cache else []
-        parts += _quality(plan.quality, plan.status) if plan.quality else [Text("\nQuality: not measured")]
+        told = quality_sentence(plan.quality, plan.status) if plan.quality else "Quality: not measured"
+        parts += [Text(f"\n{told}"), *(quality_tables(plan.quality) if plan.quality else ())]
         parts += [_cost(plan.cost)] if plan.cost else []
         parts += [Text(line)] if (line := exact_line(plan)) else []
     else:
@@ -291,8 +262,7 @@ def _cache(rules: Sequence[Eviction]) -> Table:
     return _table("\nKV cache eviction", "Layers  Keep  Sink  Recent  Generated  Score  Observe  Heads", rows)
 
 
-def _quality(quality: Quality, status: str) -> Iterator[RenderableType]:
-    yield Text(f"\n{quality_sentence(quality, status)}")
+def quality_tables(quality: Quality) -> Iterator[RenderableType]:
     if quality.cells:
         (_, *lengths), *rows = cell_rows(quality)
         names = "  ".join(("Task", *lengths))

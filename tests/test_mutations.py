@@ -20,7 +20,7 @@ from rich.console import Console
 from sparsekv.plans.errors import PlanMismatchError
 from sparsekv.plans.files import dump_plan, parse_plan, plan_of, with_digest
 from sparsekv.plans.schema import check_model, to_data, unsupported
-from sparsekv.plans.show import describe, summary
+from sparsekv.plans.show import describe
 from sparsekv.plans.yaml_io import Tree
 from sparsekv.runtime.core.program import Program, Rank
 
@@ -47,7 +47,6 @@ def use_plan(data: Any) -> None:
     if not unsupported(plan):
         Program.of(plan.prefill, plan.decode, plan.model, Rank(1, 2) if draw.random() < 0.5 else None)
     if draw.random() < 0.05:
-        json.dumps(summary(plan), allow_nan=False)
         console = Console(file=io.StringIO(), width=110)
         for part in describe(plan, full=draw.random() < 0.5):
             console.print(part)

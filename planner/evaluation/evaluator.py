@@ -28,7 +28,7 @@ Shapes: B batch, S tokens of a prompt, A tokens of the answer, G tokens of dense
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
@@ -169,13 +169,7 @@ class Evaluator:
     greedy: bool
     text: int
 
-    def compare(
-        self,
-        samples: Sequence[Sample],
-        names: Collection[str] | None = None,
-        *,
-        step: StageStep | None = None,
-    ) -> dict[str, Comparison]:
+    def compare(self, samples: Sequence[Sample], step: StageStep | None = None) -> dict[str, Comparison]:
         """Runs dense and modes on samples.
 
         Args:
@@ -183,7 +177,6 @@ class Evaluator:
                 length, later)` with at least one answer token. The answer is the text to measure on; its wording
                 `answer` is "" where no generated text is to be compared with it, and then `MOST_TEXT` tokens of it are
                 measured on.
-            names: of the modes that run; None is all.
             step: advanced by the `prefill_work` of each sample, for dense and each mode.
 
         Returns:
@@ -191,22 +184,16 @@ class Evaluator:
         """
         if not all(len(sample.answer_ids) for sample in samples):
             raise PromptError("expected samples with at least one answer token to measure on, found one without")
-        modes = {name: mode for name, mode in self.modes.items() if names is None or name in names}
         outcomes: dict[str, dict[int, Outcome]] = defaultdict(dict)
         spent: dict[str, Spent] = defaultdict(Spent)
-        before = 0
-        with closing(self._measured(modes, samples)) as measured:  # closed, it suspends what is applied
-            for name, batch, results, computed in measured:  # dense first
-                before += len(batch) if name == DENSE else 0
+        with closing(self._measured(samples)) as measured:  # closed, it suspends what is applied
+            for name, batch, results, computed in measured:
                 outcomes[name].update(zip(map(id, batch), results, strict=True))
                 spent[name] += computed
-                for sample in batch:
-                    (step or StageStep()).advance(
-                        prefill_work(sample.length), f"{sample.length} tokens, prompt {before}, {name}"
-                    )
+                _advance(step, batch, name)
         return {
             name: Comparison(tuple(outcomes[name][id(sample)] for sample in samples), spent[name])
-            for name in (DENSE, *modes)
+            for name in (DENSE, *self.modes)
         }
 
     def dense(self, samples: Sequence[Sample], step: StageStep | None = None) -> tuple[DenseBatch, ...]:
@@ -232,14 +219,14 @@ class Evaluator:
     def _dense_run(self, batch: Batch) -> tuple[_Run, tuple[Outcome, ...], Prefilled]:
         return _Run.of(self.loaded, batch, self.chunk, self.dense_chunk, self.greedy, self.text)
 
-    def _measured(self, modes: Mapping[str, Mode], samples: Iterable[Sample]) -> Generator[Measured]:
+    def _measured(self, samples: Iterable[Sample]) -> Generator[Measured]:
         for batch in batches(samples, self.loaded.model, self.batch, self.text):
             run, outcomes, prompts = self._dense_run(batch)
             yield DENSE, batch.samples, outcomes, Spent()
             # a layer with a sliding window has dropped the tokens behind it
             attending = (layer for layer in prompts.cache.layers if not isinstance(layer, LinearAttentionLayer))
             dense_serves = all(layer.keys.shape[2] == layer.get_seq_length() for layer in attending)
-            alike = _prefilled_alike(modes, dense_serves, each=bool(batch.later))
+            alike = _prefilled_alike(self.modes, dense_serves, each=bool(batch.later))
             yield from run.through(alike.pop(DENSE, {}), _Source(prompts))
             del prompts  # unless a mode went on from it, that cache is there still
             for group in alike.values():

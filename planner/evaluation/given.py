@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv.planner.common_options import GivenPrompt, digest_of_prompts
 from sparsekv.planner.evaluation.batches import MOST_TEXT, EvalSamples
 from sparsekv.planner.evaluation.evaluator import compared_by_length
 from sparsekv.planner.evaluation.predictions import Mode
 from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.fixed_test import RUNGS, SIZES
-from sparsekv.planner.options import Settled
+from sparsekv.planner.options import GivenPrompt, Settled, digest_of_prompts
 from sparsekv.planner.profile.calibration import OWN_ANSWER, Seen, whole_prompt
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.tasks import Kit, PieceEncoder, Sample
@@ -123,7 +122,7 @@ class HeldOut:
         known, own = ([_tokens(tokenizer, one) for one in some] for some in (calibrated, aside))
         whole = [_sample(tokenizer, encoder, one) if one.answer else None for one in aside]
         found, different = {}, {}
-        for length in options.verify_lengths:
+        for length in options.lengths:
             near = (_at_length(*one, length) for one in zip(own, whole, strict=True))
             found[length] = [sample for sample in near if sample]
             different[length] = _different(found[length], length, known)

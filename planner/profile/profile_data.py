@@ -199,10 +199,7 @@ def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> 
 
 def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Profile]:
     """The options as far as an earlier profile leaves them open, and the lengths of it that are asked for."""
-    reuse = next((entry.reuse for entry in profile.lengths if entry.reuse), None)
     fixed: dict[str, Any] = {"tile": profile.tile, "preset": profile.preset}
-    if reuse and "decode" in options.profiled_phases:
-        fixed |= {"decode_sink": reuse.sink, "decode_recent": reuse.recent}
     searched = {candidate.family for entry in profile.lengths for candidate in entry.candidates}
     _check_agrees(options, profile, fixed)
     _check_holds(options, profile, searched)

@@ -11,7 +11,7 @@ Shapes: B batch (1), H query heads, R candidates a head, S rows, D head size, E 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,13 +23,12 @@ from transformers import PreTrainedModel
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.job import Job
-from sparsekv.planner.options import Family, Settled
+from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.calibration import CalibrationPrompt, digest_of_calibration
 from sparsekv.planner.profile.head_errors import Layer, SampledRows, score_candidates
 from sparsekv.planner.profile.profile_data import SCORES, Profile, StepReads
 from sparsekv.planner.profile.resume import Key, LayerRecord, ProfileRun, as_table, length_means, records_at
 from sparsekv.planner.profile.search_space import (
-    ROUNDING,
     Aim,
     CommonPrefix,
     Numbers,
@@ -39,13 +38,11 @@ from sparsekv.planner.profile.search_space import (
     in_steps,
     screened,
     slots,
-    too_low,
 )
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
-from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores, token_choice
+from sparsekv.planner.profile.similarity import ReuseScores, token_choice
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.records import RunFile, versions
-from sparsekv.plans.patterns import TileShape, mandatory_density
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.architecture import architecture_of, experts_per_token
 from sparsekv.runtime.hf.describe import attention_modules, config_of, decoder_of
@@ -81,7 +78,6 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
     chosen = choose_backend(model.device, model.dtype, head_dim, options.backend, options.tile, capped)
     backend = cast(BackendName, chosen.name)
     prompts = job.prompts
-    _check_targets(prompts, options)
     choice = token_choice(options) if "decode" in options.phases else None
     candidates = {length: [aim.candidate for aim in aims(options, length)] for length in prompts}
     records = records_at(resume, _identity(loaded, options, prompts, backend) | {"step": job.step})
@@ -136,29 +132,6 @@ def step_reads(model: PreTrainedModel) -> StepReads | None:
     share = experts_per_token(config_of(model)) / max(experts) if experts else 1.0
     count = len(sizes[2]) + len(sizes[3])
     return StepReads(matrices=count, parameters=sum(sizes[2]), experts=sum(sizes[3]), share=share)
-
-
-def _check_targets(prompts: Prompts, options: Settled) -> None:
-    if "prefill" in options.phases:
-        tokens = {length: [len(prompt.ids) for prompt in some] for length, some in prompts.items()}
-        check_targets(tokens, options.target_density, options.tile, options.families)
-
-
-def check_targets(
-    prompts: Mapping[int, Sequence[int]], targets: Sequence[float], tile: TileShape, families: Collection[Family]
-) -> None:
-    """Refuses a target density that no pattern of these families can reach.
-
-    Args:
-        prompts: for each length to be planned, ascending, how many tokens its prompts have.
-        targets: the target density of each length; empty where there is none.
-    """
-    if not targets:
-        return
-    for (length, tokens), target in zip(prompts.items(), targets, strict=True):
-        means = [sum(mandatory_density(n, tile, family) for n in tokens) / len(tokens) for family in families]
-        if min(means) > target * (1.0 + ROUNDING):
-            raise too_low(target, length, min(means))
 
 
 def _identity(loaded: LoadedModel, options: Settled, prompts: Prompts, backend: BackendName) -> dict[str, Any]:
@@ -242,7 +215,7 @@ class ProfilePass:
     def _decode(self, call: AttentionCall, o_proj: nn.Module, hidden_BSE: torch.Tensor) -> dict[str, Any]:
         if self._reuse is None:
             return {}
-        layer = self._reuse.attended(DecodeLayer(call, _weight_of(o_proj, call.q_BHSD)))
+        layer = self._reuse.attended(call, _weight_of(o_proj, call.q_BHSD))
         self._reuse.choose(call.layer, layer)
         moved = float(layer.moved)
         residual = float(hidden_BSE[0, list(self._prompt.decode_rows)].float().norm())

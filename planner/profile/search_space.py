@@ -29,7 +29,6 @@ from sparsekv.kernels.keys import PLAIN, Softmax
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
 from sparsekv.planner.options import Settled, density_for
 from sparsekv.planner.profile.profile_data import Candidate
-from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import PATTERNS, AShape, Pattern, PatternRange, TileShape, mandatory_density, tokens
 
 # Densities are rounded; one that is the target but for rounding is the target.
@@ -70,16 +69,6 @@ def _densities(options: Settled, length: int) -> tuple[float, ...]:
     least = min(mandatory_density(length, options.tile, family) for family in options.families)
     shares = {round(target * level, 4) for level in options.levels}
     return tuple(sorted({share for share in shares if least <= share < 1.0} | {round(max(least, min(shares)), 4)}))
-
-
-def too_low(target: float, length: int, least: float) -> UsageError:
-    """The error for a target density below what mandatory tiles alone take, `least`."""
-    share = math.ceil(least * 1e3) / 1e3
-    return UsageError(
-        f"expected a target density that leaves room for the tiles every pattern computes (the first, the diagonal, "
-        f"the one before), found {target:g} at {length} tokens, where they take up to {share:g}; raise it, or plan "
-        "longer contexts or smaller tiles"
-    )
 
 
 # Densities of the ladder that all ranges are compared at, as shares of its height, and how many ranges a head keeps.

@@ -23,6 +23,7 @@ from sparsekv.kernels.topk import blocks
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import TokenChoice
 from sparsekv.plans.patterns import fraction
+from sparsekv.plans.phases import RECENT, SINK
 from sparsekv.runtime.hf.observe import AttentionCall
 
 _SHARES = (0.025, 0.05, 0.1, 0.2)
@@ -32,15 +33,7 @@ def token_choice(options: PlanOptions) -> TokenChoice:
     """Returns what is measured: a few budgets and the one asked for."""
     shares = tuple(fraction(share) for share in _SHARES)
     budgets = shares if options.decode_budget in shares else (*shares, options.decode_budget)
-    return TokenChoice(sink=options.decode_sink, recent=options.decode_recent, budgets=budgets)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeLayer:
-    """Holds what a layer attends with over the whole prompt, and what its output goes through."""
-
-    call: AttentionCall
-    projection_WZ: torch.Tensor
+    return TokenChoice(sink=SINK, recent=RECENT, budgets=budgets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,13 +60,13 @@ class ReuseScores:
     _chosen: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer, int32 [R, K], best first
     _tables: dict[torch.device, _Tables] = field(default_factory=dict)  # layers may be spread over devices
 
-    def attended(self, layer: DecodeLayer) -> LayerRows:
-        """Returns what the layer does in the rows."""
-        call, tables = layer.call, self._on(layer.call.k_BGKD.device)
+    def attended(self, call: AttentionCall, projection_WZ: torch.Tensor) -> LayerRows:
+        """The attention of a layer in the rows; its output goes through the projection."""
+        tables = self._on(call.k_BGKD.device)
         hidden_RS, groups = tables.hidden_RS, call.k_BGKD.shape[1]
         k_GSD, v_GSD = (x_BGSD[0, :, : hidden_RS.shape[1]] for x_BGSD in (call.k_BGKD, call.v_BGKD))
         q_GNRD = call.q_BHSD[0].index_select(1, tables.rows_R).unflatten(0, (groups, -1))
-        weight_HWD = layer.projection_WZ.float().unflatten(1, (call.q_BHSD.shape[1], -1)).transpose(0, 1)
+        weight_HWD = projection_WZ.float().unflatten(1, (call.q_BHSD.shape[1], -1)).transpose(0, 1)
         weight_GNWD = weight_HWD.unflatten(0, (groups, -1))
         best, mass, norms, output = [], [], [], []
         for part in blocks(groups, q_GNRD.shape[1] * hidden_RS.numel()):

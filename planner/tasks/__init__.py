@@ -25,8 +25,16 @@ from sparsekv.planner.tasks.documents import (
     Turn,
 )
 from sparsekv.planner.tasks.quotes import Perplexity, Quote
-from sparsekv.planner.tasks.retrieval import KvRetrieval, Niah, SecondQuestion, Turns, TwoStage, VariableTracking
-from sparsekv.planner.tasks.ruler import Cwe, Fwe, NiahMultiquery, NiahMultivalue, Vt
+from sparsekv.planner.tasks.retrieval import (
+    KvRetrieval,
+    Niah,
+    NiahMultiquery,
+    NiahMultivalue,
+    SecondQuestion,
+    Turns,
+    TwoStage,
+    VariableTracking,
+)
 from sparsekv.planner.tasks.text import Corpus, Filler, Ids, PieceEncoder, Split, TaskError, load_filler_text
 
 __all__ = ["Kit", "PieceEncoder", "Sample", "Split", "TaskError"]  # beside the names below
@@ -43,16 +51,12 @@ _RETRIEVAL: tuple[Task, ...] = (
     TwoStage(),
     VariableTracking(),
 )
-# Only where they are asked for by name.
-_RULER: tuple[Task, ...] = (NiahMultivalue(), NiahMultiquery(), Vt(), Cwe(), Fwe())
-
+_OTHERS: tuple[Task, ...] = (Perplexity(), NiahMultivalue(), NiahMultiquery(), SecondQuestion(), Turns())
 _Conversation = SecondQuestion | Turns
 
-_OTHERS: tuple[Task, ...] = (Perplexity(), *_RULER, SecondQuestion(), Turns())
 TASKS: dict[str, Task] = {task.name: task for task in (*_QUOTES, *_RETRIEVAL, *_OTHERS)}
 QUOTE_TASKS = tuple(task.name for task in _QUOTES)
 RETRIEVAL_TASKS = tuple(task.name for task in _RETRIEVAL)
-RULER_TASKS = tuple(task.name for task in _RULER)
 # One key among many like it, several keys, several values: few heads answer these, and other tasks do not show them.
 HARD_TASKS = ("niah_multikey", "kv_retrieval", "niah_multivalue", "niah_multiquery")
 

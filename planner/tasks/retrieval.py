@@ -1,11 +1,13 @@
 """Tasks that ask for what was planted: needles, also turn by turn, key-value pairs, two stages, variable tracking.
 
-Sources: `niah_single`, `niah_multikey` and `variable_tracking` follow RULER (arXiv 2404.06654, section 3),
-`kv_retrieval` the key-value task of Lost in the Middle (arXiv 2307.03172, section 3), `two_stage` the 2StageRetr of
-OmniKV (ICLR 2025).
+Sources: `niah_*` and `variable_tracking` follow RULER (arXiv 2404.06654, section 3), `kv_retrieval` the key-value task
+of Lost in the Middle (arXiv 2307.03172, section 3), `two_stage` the 2StageRetr of OmniKV (ICLR 2025).
+
+Where several words are the answer, the question asks for an order and for commas: fed the answer, a model that answers
+as asked picks every token of it, which is how answers are scored here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -25,6 +27,7 @@ from sparsekv.planner.tasks.text import PieceEncoder, TaskError
 from sparsekv.planner.tasks.wording import WORDINGS, Asked, Pieces, Wording, filled
 
 _NEEDLE_DIGITS = 7
+_NEEDLES = 4  # values of a key, or keys that are asked for
 _DIGITS = 5  # of every other value
 _PROBE = 16  # pairs, to see how long one is
 
@@ -59,6 +62,51 @@ def _needles(kit: Kit, draws: Draws, count: int) -> list[Unit]:
 def stated(asked: Asked, key: Pieces, value: str) -> Unit:
     """The line that gives a key its value, and the question for it."""
     return Unit.asking(asked, [filled(asked.line, key=key, value=(value,))], (value,), key=key)
+
+
+@dataclass(frozen=True, slots=True)
+class NiahMultivalue:
+    """Numbers for one key, planted in filler text; the answer is all of them, in the order of the text."""
+
+    name: str = "niah_multivalue"
+    values: int = _NEEDLES
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        return longest_list(encoder, self.values, longest_value(_NEEDLE_DIGITS))
+
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
+        """See `Task`. `statements` counts keys, of which all but the one asked for distract; RULER has one."""
+        keys = draws.keys(request.statements or 1)
+        units = [_several_values(kit.wording.values, key, draws.values(self.values, _NEEDLE_DIGITS)) for key in keys]
+        return build(kit, units, request, draws)
+
+
+def _several_values(asked: Asked, key: Pieces, values: list[str]) -> Unit:
+    lines = (filled(asked.line, key=key, value=(value,)) for value in values)
+    return Unit.asking(asked, lines, listed([(value,) for value in values]), key=key)
+
+
+@dataclass(frozen=True, slots=True)
+class NiahMultiquery:
+    """Four keys with a number each, planted in filler text; the answer is their numbers, in the question's order."""
+
+    name: str = "niah_multiquery"
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        return longest_list(encoder, _NEEDLES, longest_value(_NEEDLE_DIGITS))
+
+    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
+        """See `Task`. `statements` counts groups of four keys; RULER has one."""
+        groups = [draws.keys(_NEEDLES) for _ in range(request.statements or 1)]
+        return build(kit, [_several_keys(kit.wording.keys, keys, draws) for keys in groups], request, draws)
+
+
+def _several_keys(asked: Asked, keys: list[Pieces], draws: Draws) -> Unit:
+    pairs = list(zip(keys, draws.values(len(keys), _NEEDLE_DIGITS), strict=True))
+    ordered = [pairs[i] for i in draws.rng.permutation(len(pairs)).tolist()]
+    names = listed([key for key, _ in ordered])
+    lines = (filled(asked.line, key=key, value=(value,)) for key, value in pairs)
+    return Unit.asking(asked, lines, listed([(value,) for _, value in ordered]), key=names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,3 +300,14 @@ def assignments(line: str, variables: list[Pieces], value: str) -> tuple[Pieces,
 def longest_frame(encoder: PieceEncoder, frame_of: Callable[[Wording], str]) -> int:
     """Tokens of a frame without its fields, in the wording in which it is longest."""
     return max(len(encoder.encode(filled(frame_of(wording)))) for wording in WORDINGS.values())
+
+
+def listed(words: Sequence[Pieces]) -> Pieces:
+    """Words with commas between, as an answer."""
+    first, *others = words
+    return (*first, *(piece for word in others for piece in (",", *word)))
+
+
+def longest_list(encoder: PieceEncoder, words: int, longest: int) -> int:
+    """Tokens of so many words, and of the commas between."""
+    return words * longest + (words - 1) * len(encoder.encode([","]))

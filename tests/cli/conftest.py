@@ -14,7 +14,6 @@ from command_line import sparsekv as sparsekv
 from model_folders import save_model, sparse_plan
 from planner_models import QUICK
 from progress import CtrlC, During
-from quick_timings import quick_timings as quick_timings
 from short_filler import short_filler as short_filler
 from tiny_models import tiny_model
 

@@ -10,7 +10,7 @@ from sparsekv.bench import ruler_suite
 from sparsekv.bench import suite as suites
 from sparsekv.bench.suite import SuiteCell, SuiteRun
 from sparsekv.planner.records import RunFile
-from sparsekv.planner.tasks.ruler import NiahMultivalue
+from sparsekv.planner.tasks.retrieval import NiahMultivalue
 from sparsekv.plans.files import load_plan, write_plan
 
 TASKS = ("niah_single_1", "niah_multivalue", "fwe")

@@ -226,16 +226,6 @@ def test_names_that_are_no_text_can_be_printed(tmp_path):
         assert json.loads(done.stdout.decode(encoding))["error"]["message"].startswith("a\udcffé.yaml: ")
 
 
-@pytest.mark.parametrize("arguments", [("schema",), ("validate", "plan.yaml", "--json")])
-def test_a_working_folder_that_was_removed_is_told(sparsekv, tmp_path, monkeypatch, arguments):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    done = sparsekv(*arguments)
-    assert done.code == 2
-    assert "folder" in done.err
-
-
 def test_json_has_no_numbers_that_json_does_not_know(capsys):
     emit_json({"a": float("nan"), "b": [float("inf"), 1.5]})
     assert capsys.readouterr().out == '{\n  "a": null,\n  "b": [\n    null,\n    1.5\n  ]\n}\n'

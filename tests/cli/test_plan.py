@@ -50,7 +50,7 @@ def test_a_plan_is_measured_and_written_and_described(sparsekv, model, measured,
     assert "too few of these tasks" in done.err
     assert load_plan(out).status == done.data["status"] == "unverified"
     assert 0 < done.data["prefill_density"] < 1
-    assert [cell["task"] for cell in done.data["quality"]["cells"]][-2:] == ["quote_text", "quote_code"]
+    assert [cell["task"] for cell in done.data["quality"]["cells"]][-3:] == ["quote_text", "quote_code", "turns"]
 
 
 def test_the_same_files_give_the_same_bytes_and_replace_what_was_there(sparsekv, model, measured, out):

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 from planner_models import QUICK, loaded_tiny
-from quick_timings import quick_timings as quick_timings
 from short_filler import short_filler as short_filler
 
 from sparsekv.planner.fixed_test import SIZES

@@ -16,7 +16,6 @@ from sparsekv.planner.predict import ABSENT, DENSE, WORST_WEIGHT, ScoreTables, c
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.search_space import ROUNDING
 from sparsekv.planner.verify_cells import untouched
-from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Dense, Pattern, VerticalSlash
 from sparsekv.plans.quality import LengthScore
 
@@ -204,21 +203,6 @@ def test_one_family_alone_is_allocated_from_a_profile_of_all(family: str) -> Non
     assert {pattern.pattern for layer in range(3) for pattern in bucket.patterns(layer, 4)} == {family}
 
 
-@pytest.mark.parametrize(
-    ("length", "said"),
-    [(512, "up to 0.9"), (8192, "0.3.*found 0.9")],
-)
-def test_a_target_that_nothing_comes_down_to_is_refused_with_the_reason(length: int, said: str) -> None:
-    entry = made_up_length(length, np.random.default_rng(0), levels=(0.3,))
-    scores = [
-        s.model_copy(update={"tiles": ((0.9,) * 4,) * len(s.tiles), "columns": ((0.0,) * 4,) * len(s.tiles)})
-        for s in entry.layers
-    ]
-    entry = entry.model_copy(update={"layers": tuple(scores)})
-    with pytest.raises(UsageError, match=said):
-        allocate(made_up_profile(entry), made_up_prices(), ALWAYS.but(lengths=(length,)))
-
-
 def test_under_the_preset_each_head_takes_the_least_damage_at_the_target_cost() -> None:
     profile = profile_with(levels=(0.3,))
     tiles = np.array(profile.lengths[0].layers[0].tiles)
@@ -251,7 +235,7 @@ def test_lengths_that_are_to_be_dense_are_and_the_others_stay_as_they_are(dense,
         assert plan.bucket(length).dense or plan.bucket(length) == before.bucket(length)
 
 
-def test_candidates_that_cost_more_on_other_prompts_than_fitted_are_told_from_too_low_a_target() -> None:
+def test_the_sparsest_candidates_are_taken_where_all_cost_more_on_other_prompts_than_fitted() -> None:
     profile = profile_with(levels=(0.3,))
     scores = [
         s.model_copy(update={"tiles": ((0.31,) * 4,) * 4, "columns": ((0.0,) * 4,) * 4})
@@ -259,8 +243,7 @@ def test_candidates_that_cost_more_on_other_prompts_than_fitted_are_told_from_to
     ]
     scores[0] = scores[0].model_copy(update={"tiles": ((0.31,) * 4, (0.29,) * 4, *((0.31,) * 4,) * 2)})
     drifted = made_up_profile(profile.lengths[0].model_copy(update={"layers": tuple(scores)}))
-    with pytest.raises(UsageError, match=r"found 0\.30"):
-        allocate(drifted, made_up_prices(), ALWAYS)
+    assert 0.3 < density_of(drifted, ALWAYS) < 0.31
     assert density_of(drifted, options_for(target_density=(0.31,))) <= 0.31
 
 

@@ -12,10 +12,9 @@ from planner_models import QUICK, quick_options
 from tiny_models import tiny_tokenizer
 
 from sparsekv.planner import fixed_test
-from sparsekv.planner.common_options import GivenPrompt, set_aside
 from sparsekv.planner.evaluation.batches import EvalSamples
 from sparsekv.planner.evaluation.given import GivenSamples, HeldOut, samples_of
-from sparsekv.planner.options import Settled, settle
+from sparsekv.planner.options import GivenPrompt, Settled, set_aside, settle
 from sparsekv.planner.profile.calibration import Calibration, Seen
 from sparsekv.planner.tasks import Sample
 from sparsekv.plans.errors import PlanWarning, PromptError
@@ -36,9 +35,7 @@ def one_prompt_is_enough() -> Iterator[None]:
 
 
 def options(**changes: object) -> Settled:
-    return settle(
-        quick_options(lengths=LENGTHS, target_density=(0.75, 0.75), **{"verify": "small"} | changes), 4096, "cpu"
-    )
+    return settle(quick_options(lengths=LENGTHS, target_density=(), **{"verify": "small"} | changes), 4096, "cpu")
 
 
 @pytest.mark.parametrize("length", [256, 1024, 2048, 5000, 40_000])

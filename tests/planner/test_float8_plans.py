@@ -8,10 +8,10 @@ from own_texts import text_of
 from planner_models import TILE, quick_options
 
 from sparsekv.planner import fixed_test
-from sparsekv.planner.common_options import GivenPrompt
 from sparsekv.planner.evaluation import predictions
 from sparsekv.planner.job import job_of
 from sparsekv.planner.measure_prices import measure_prices
+from sparsekv.planner.options import GivenPrompt
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.prices import HeadShape
 from sparsekv.runtime.hf.load import LoadedModel

@@ -12,11 +12,10 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 import sparsekv
 from sparsekv.planner import plan as planning
-from sparsekv.planner.common_options import GivenPrompt, digest_of_prompts, set_aside
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.fixed_test import SMALL, Cell, FixedTest
 from sparsekv.planner.job import job_of
-from sparsekv.planner.options import settle
+from sparsekv.planner.options import GivenPrompt, digest_of_prompts, set_aside, settle
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
@@ -218,7 +217,7 @@ def test_stages_are_numbered_without_gaps_and_reach_their_totals(planned, progre
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target_density": (0.1,)}, "profiled"),
+        ({"target_density": (0.1,)}, "density"),
         ({"families": ("block_sparse",)}, "families"),
     ],
 )

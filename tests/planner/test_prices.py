@@ -118,7 +118,7 @@ def planned(prices: Prices, **changes: Any) -> PrefillPlan:
 def share_and_time(prices: Prices, plan: PrefillPlan, entry: LengthProfile) -> tuple[float, float]:
     tables = ScoreTables.of(entry)
     choice = choice_of(plan.bucket(entry.length), tables)
-    return tables.density(choice), float(layer_times(prices, tables, choice).sparse_us.sum())
+    return tables.density(choice), float(layer_times(prices, tables, choice)[1].sum())
 
 
 @settings(max_examples=20, deadline=None)

@@ -30,7 +30,7 @@ def decode_profile(*kept: np.ndarray) -> Profile:
 
 
 def remarks(profile: Profile, cost: Prices, options: Settled) -> tuple[str, ...]:
-    found = plan_remarks(compile_once(profile.model, options, profile, cost), options, profile, cost)
+    found = tuple(plan_remarks(compile_once(profile.model, options, profile, cost), options, profile))
     assert not any("\n" in line for line in found)
     return found
 
@@ -42,21 +42,6 @@ def remarks(profile: Profile, cost: Prices, options: Settled) -> tuple[str, ...]
 )
 def test_a_plan_that_keeps_to_what_was_asked_for_needs_no_remark(profile: Profile, options: Settled) -> None:
     assert remarks(profile, FREE, options) == ()
-
-
-def test_a_length_at_which_decode_loses_too_much_is_told_in_a_line() -> None:
-    profile, options = decode_profile(np.ones((3, 3))), options_for(phases=("decode",))  # without a trial
-    (line,) = remarks(profile, FREE, options)
-    assert "8k" in line
-    assert remarks(profile, FREE, options.but(dense=(8192,))) == ()
-
-
-@pytest.mark.parametrize(("has_model", "told"), [(True, "plan on a GPU"), (False, "leave --no-verify out on a GPU")])
-def test_prices_that_ship_are_told_with_how_to_measure_them(has_model: bool, told: str) -> None:
-    profile, cost = profile_with(), FREE.model_copy(update={"stands_in": True})
-    plan = compile_once(profile.model, PREFILL, profile, cost)
-    (line,) = plan_remarks(plan, PREFILL, profile, cost, has_model=has_model)
-    assert line.endswith(f"{told} to measure its own")
 
 
 OFFLOAD = DECODE.but(offload=True)

@@ -13,10 +13,9 @@ from own_texts import text_of
 from planner_models import loaded_tiny, quick_options
 from tiny_plans import EVERYTHING, decode_plan, drops, every_head, plan_for, segment
 
-from sparsekv.planner.common_options import GivenPrompt
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.fixed_test import FULL, RUNGS, SIZES, SMALL, level_of_run
-from sparsekv.planner.options import Settled, settle
+from sparsekv.planner.options import GivenPrompt, Settled, settle
 from sparsekv.planner.tasks import Sample
 from sparsekv.planner.verify import Verification, VerifyRun, verify, verify_plan
 from sparsekv.planner.verify_cells import TESTED, TURNS, cells_tested, content_seed, lengths_tested

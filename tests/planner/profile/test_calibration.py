@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from task_tokenizers import REFERENCE_MODEL, kit_named, tokenizer_named
 
-from sparsekv.planner.common_options import DEFAULT_TASKS
 from sparsekv.planner.job import solved_tasks, with_tasks
-from sparsekv.planner.options import PlanOptions, settle
+from sparsekv.planner.options import DEFAULT_TASKS, PlanOptions, settle
 from sparsekv.planner.profile.calibration import (
     Calibration,
     CalibrationPrompt,

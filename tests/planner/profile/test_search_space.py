@@ -13,7 +13,6 @@ from sparsekv.planner.options import KNOWN_FAMILIES, PRESET_FAMILIES, PlanOption
 from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.profile.head_errors import CandidateScore, Layer, SampledRows, score_candidates
 from sparsekv.planner.profile.profile_data import Profile
-from sparsekv.planner.profile.profiler import check_targets
 from sparsekv.planner.profile.resume import LayerRecord, length_means
 from sparsekv.planner.profile.search_space import (
     Aim,
@@ -247,21 +246,10 @@ def test_the_triangle_is_all_mandatory_up_to_three_tiles_and_hardly_any_of_it_in
         assert 0.005 < mandatory_density(131072, tile, family) < 0.006
 
 
-def test_a_target_is_refused_below_the_least_of_its_families_and_not_above() -> None:
-    tile = TileShape()
-    least = mandatory_density(1024, tile, "a_shape")
+def test_a_target_is_refused_below_the_tiles_of_every_pattern_and_not_above() -> None:
+    least = mandatory_density(1024, TileShape(), "a_shape")
     assert least == pytest.approx(21 / 36)
-    check_targets({1024: [1024]}, [least], tile, ALL)
-    with pytest.raises(UsageError, match=r"0\.584"):
-        check_targets({1024: [1024]}, [0.5], tile, ALL)
-    with pytest.raises(UsageError, match="at 1024 tokens"):
-        check_targets({1024: [1024], 32768: [32768]}, [0.1, 0.1], tile, ALL)
-    check_targets({1024: [1024]}, [], tile, ALL)  # the preset has a target of its own
-
-
-def test_shorter_prompts_than_the_length_say_count_as_long_as_they_are() -> None:
-    tile = TileShape()
-    target = 1.01 * mandatory_density(2048, tile, "a_shape")
-    check_targets({2048: [2048, 2048]}, [target], tile, ALL)
-    with pytest.raises(UsageError, match="at 2048 tokens"):
-        check_targets({2048: [2048, 1024]}, [target], tile, ALL)
+    settle(PlanOptions(lengths=(1024,), target_density=(least,)), 1024, "cpu")
+    for targets, length in (((0.5, 0.3), 1024), ((least, 0.01), 32768)):
+        with pytest.raises(UsageError, match=f"at {length} tokens"):
+            settle(PlanOptions(lengths=(1024, 32768), target_density=targets), 32768, "cpu")

@@ -1,5 +1,7 @@
 """How well one layer's choice serves another, against a plain computation over the full attention matrix."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.profile.profile_data import TokenChoice
-from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores
+from sparsekv.planner.profile.similarity import ReuseScores
 from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.hf.observe import AttentionCall
 
@@ -15,6 +17,11 @@ LENGTH, HEADS, GROUPS, SIZE, WIDTH = 40, 4, 2, 8, 16
 ROWS = (33, 35, 39)
 BUDGETS = (tokens(3), fraction(0.2))
 CHOICE = TokenChoice(sink=2, recent=5, budgets=BUDGETS)
+
+
+class DecodeLayer(NamedTuple):
+    call: AttentionCall
+    projection_WZ: torch.Tensor
 
 
 def random_layer(seed: int) -> DecodeLayer:
@@ -57,14 +64,14 @@ def scores() -> tuple[ReuseScores, list[DecodeLayer]]:
     layers = [random_layer(seed) for seed in range(3)]
     reuse = ReuseScores(ROWS, CHOICE)
     for place, layer in enumerate(layers):
-        reuse.choose(place, reuse.attended(layer))
+        reuse.choose(place, reuse.attended(*layer))
     return reuse, layers
 
 
 @pytest.mark.parametrize("budget", range(2))
 def test_the_share_kept_is_that_of_the_full_matrix(scores, budget: int) -> None:
     reuse, layers = scores
-    kept = reuse.kept(reuse.attended(layers[2]), range(3))
+    kept = reuse.kept(reuse.attended(*layers[2]), range(3))
     for filter_ in range(3):
         wanted = expected(layers[filter_], layers[2], BUDGETS[budget])
         assert kept[budget, filter_] == pytest.approx(wanted, abs=1e-5)
@@ -75,8 +82,8 @@ def test_what_covers_the_context_keeps_everything(sink: int, recent: int, budget
     choice = TokenChoice(sink=sink, recent=recent, budgets=(tokens(budget),))
     reuse = ReuseScores((LENGTH - 1,), choice)
     for number in range(2):
-        reuse.choose(number, reuse.attended(random_layer(number)))
-    np.testing.assert_allclose(reuse.kept(reuse.attended(random_layer(1)), range(2)), 1.0, atol=1e-5)
+        reuse.choose(number, reuse.attended(*random_layer(number)))
+    np.testing.assert_allclose(reuse.kept(reuse.attended(*random_layer(1)), range(2)), 1.0, atol=1e-5)
 
 
 class Largest(TorchDispatchMode):
@@ -93,7 +100,7 @@ class Largest(TorchDispatchMode):
 
 def test_scoring_many_filter_layers_takes_no_more_memory_than_scoring_one(scores) -> None:
     reuse, layers = scores
-    layer, sizes = reuse.attended(layers[2]), []
+    layer, sizes = reuse.attended(*layers[2]), []
     for filters in (range(1), range(3)):
         with Largest() as largest:
             reuse.kept(layer, filters)
@@ -107,7 +114,7 @@ def test_the_movement_of_the_residual_is_that_of_the_projected_output(scores) ->
     v_HSD = layer.call.v_BGKD[0].repeat_interleave(HEADS // GROUPS, 0)
     out_SZ = (attention(layer) @ v_HSD).transpose(0, 1).flatten(1)
     moved = (out_SZ[list(ROWS)] @ layer.projection_WZ.T).norm()
-    assert float(reuse.attended(layer).moved) == pytest.approx(float(moved), rel=1e-5)
+    assert float(reuse.attended(*layer).moved) == pytest.approx(float(moved), rel=1e-5)
 
 
 def test_kv_heads_that_do_not_fit_a_block_together_give_what_they_give_in_one() -> None:
@@ -117,7 +124,7 @@ def test_kv_heads_that_do_not_fit_a_block_together_give_what_they_give_in_one() 
     layer = DecodeLayer(call, torch.randn(8, heads * 4, generator=draws))
     choice = TokenChoice(sink=2, recent=5, budgets=BUDGETS)
     rows = tuple(range(length))
-    whole, *halves = (ReuseScores(some, choice).attended(layer) for some in (rows, rows[::2], rows[1::2]))
+    whole, *halves = (ReuseScores(some, choice).attended(*layer) for some in (rows, rows[::2], rows[1::2]))
     for first, half in enumerate(halves):
         keys = half.best_RS.shape[1]
         torch.testing.assert_close(whole.best_RS[first::2, :keys], half.best_RS)

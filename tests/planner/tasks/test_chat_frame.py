@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 
 from sparsekv.planner.tasks import (
     RETRIEVAL_TASKS,
-    RULER_TASKS,
     TASKS,
     Kit,
     Sample,
@@ -24,7 +23,7 @@ TEMPLATE = (
     "{{ bos_token }}System: be brief.\n{% for m in messages %}User: {{ m.content | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}Reply:\n{% endif %}"
 )
-CHATTING = ("quote_text", "quote_code", *RETRIEVAL_TASKS, *RULER_TASKS)
+CHATTING = ("quote_text", "quote_code", *RETRIEVAL_TASKS, "niah_multivalue", "niah_multiquery")
 
 
 def templated(name: str, template: str = TEMPLATE) -> PreTrainedTokenizerFast:

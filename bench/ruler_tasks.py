@@ -1,9 +1,8 @@
-"""The tasks of RULER (arXiv 2404.06654, section 3) that need no corpus and are not in retrieval.py, by RULER's names.
+"""The tasks of RULER (arXiv 2404.06654, section 3) that ask for variables and words, by RULER's names.
 
 Sizes are RULER's where a docstring does not say otherwise; the wording is our own, and no solved example stands in
-front. Where several words are the answer, the question asks for an order and for commas: fed the answer, a model that
-answers as asked picks every token of it, which is how answers are scored here. RULER's string match takes any order and
-gives a share of the score for a share of the words, so that accuracy here is at most RULER's.
+front. Where several words are the answer, the question asks for an order and for commas. RULER's string match takes any
+order and gives a share of the score for a share of the words, so that accuracy by exact match is at most RULER's.
 """
 
 from __future__ import annotations
@@ -17,22 +16,11 @@ from string import ascii_lowercase, ascii_uppercase
 import numpy as np
 import numpy.typing as npt
 
-from sparsekv.planner.tasks.documents import (
-    Document,
-    DocumentRequest,
-    Draws,
-    Kit,
-    Unit,
-    build,
-    longest_key,
-    longest_value,
-)
-from sparsekv.planner.tasks.retrieval import assignments
+from sparsekv.planner.tasks.documents import Document, DocumentRequest, Draws, Kit, Unit, build, longest_key
+from sparsekv.planner.tasks.retrieval import assignments, listed, longest_list
 from sparsekv.planner.tasks.text import PieceEncoder, TaskError
-from sparsekv.planner.tasks.wording import Asked, Pieces, filled
+from sparsekv.planner.tasks.wording import Pieces, filled
 
-_NEEDLES = 4  # values of a key, or keys that are asked for
-_NEEDLE_DIGITS = 7
 _DIGITS = 5
 _NAME = 5  # letters of a variable
 _CODED = 6  # letters of a coded word
@@ -47,84 +35,29 @@ Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class NiahMultivalue:
-    """Numbers for one key, planted in filler text; the answer is all of them, in the order of the text."""
-
-    name: str = "niah_multivalue"
-    values: int = _NEEDLES
-
-    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        return _longest(encoder, self.values, longest_value(_NEEDLE_DIGITS))
-
-    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
-        """See `Task`. `statements` counts keys, of which all but the one asked for distract; RULER has one."""
-        keys = draws.keys(request.statements or 1)
-        units = [_several_values(kit.wording.values, key, draws.values(self.values, _NEEDLE_DIGITS)) for key in keys]
-        return build(kit, units, request, draws)
-
-
-def _several_values(asked: Asked, key: Pieces, values: list[str]) -> Unit:
-    lines = (filled(asked.line, key=key, value=(value,)) for value in values)
-    return Unit.asking(asked, lines, _listed([(value,) for value in values]), key=key)
-
-
-@dataclass(frozen=True, slots=True)
-class NiahMultiquery:
-    """Four keys with a number each, planted in filler text; the answer is their numbers, in the question's order."""
-
-    name: str = "niah_multiquery"
-
-    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        return _longest(encoder, _NEEDLES, longest_value(_NEEDLE_DIGITS))
-
-    def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
-        """See `Task`. `statements` counts groups of four keys; RULER has one."""
-        groups = [draws.keys(_NEEDLES) for _ in range(request.statements or 1)]
-        return build(kit, [_several_keys(kit.wording.keys, keys, draws) for keys in groups], request, draws)
-
-
-def _several_keys(asked: Asked, keys: list[Pieces], draws: Draws) -> Unit:
-    pairs = list(zip(keys, draws.values(len(keys), _NEEDLE_DIGITS), strict=True))
-    ordered = [pairs[i] for i in draws.rng.permutation(len(pairs)).tolist()]
-    names = _listed([key for key, _ in ordered])
-    lines = (filled(asked.line, key=key, value=(value,)) for key, value in pairs)
-    return Unit.asking(asked, lines, _listed([(value,) for _, value in ordered]), key=names)
-
-
-@dataclass(frozen=True, slots=True)
 class Vt:
-    """Chains of assignments scattered over filler text; the answer is all variables of one, in the order of the text.
+    """A chain of assignments scattered over filler text; the answer is all its variables, in the order of the text.
 
-    RULER's default has one chain and text of a few sentences that repeat. `variable_tracking` asks to trace a variable
-    back instead.
+    `variable_tracking` asks to trace a variable back instead.
 
     Attributes:
-        chains: how many there are at every length; all but one distract.
-        hops: assignments from variable to variable in a chain.
+        hops: assignments from variable to variable.
     """
 
     name: str = "vt"
-    chains: int = 4
     hops: int = 4
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        return _longest(encoder, self.hops + 1, 1 + _NAME)
+        return longest_list(encoder, self.hops + 1, 1 + _NAME)
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
-        count, names = request.statements or self.chains, self.hops + 1
-        variables = _coded(draws, count * names, _NAME, ascii_uppercase)
+        """See `Task`. There is one chain, whatever the request says."""
+        variables: list[Pieces] = [(name,) for name in _coded(draws, self.hops + 1, _NAME, ascii_uppercase)]
         low, high = 10 ** (_DIGITS - 1), 10**_DIGITS
-        values = (low + draws.rng.choice(high - low, count, replace=False)).tolist()
-        chains: list[list[Pieces]] = [
-            [(name,) for name in variables[i * names : (i + 1) * names]] for i in range(count)
-        ]
-        units = [_chain(kit, chain, f" {value}") for chain, value in zip(chains, values, strict=True)]
-        return build(kit, units, request, draws)
-
-
-def _chain(kit: Kit, variables: list[Pieces], value: str) -> Unit:
-    chained = kit.wording.chained
-    return Unit.asking(chained, assignments(chained.line, variables, value), _listed(variables), value=(value,))
+        value = f" {low + int(draws.rng.choice(high - low, 1, replace=False)[0])}"
+        lines = assignments(kit.wording.chained.line, variables, value)
+        unit = Unit.asking(kit.wording.chained, lines, listed(variables), value=(value,))
+        return build(kit, [unit], request, draws)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,21 +81,21 @@ class Cwe:
     long: int = 4096
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        return _longest(encoder, self._common(length), longest_key(encoder))
+        return longest_list(encoder, self._common(length), longest_key(encoder))
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. There is one question, whatever the request says; `statements` counts common words."""
         count = request.statements or self._common(request.length)
         common = draws.keys(count)
         frame = kit.wording.common
-        asked = Unit.asking(frame, [filled(frame.line)], _listed(common), count=(f" {count}",))
+        asked = Unit.asking(frame, [filled(frame.line)], listed(common), count=(f" {count}",))
         room = _room(kit, request, asked)
         is_long = request.length >= self.long
         words = [*common, *draws.keys(max(1, room // (_ENTRY * (_REPEATS[1] if is_long else 1))))]
         repeats = _fitting(kit.encoder, words, count, room, request.length, is_long)
         order = draws.rng.permutation(np.repeat(np.arange(len(repeats)), repeats)).tolist()
         entries = tuple(piece for i, word in enumerate(order, 1) for piece in (f" {i}.", *words[word]))
-        answer = _listed([words[word] for word in dict.fromkeys(order) if word < count])
+        answer = listed([words[word] for word in dict.fromkeys(order) if word < count])
         unit = replace(asked, lines=(filled(frame.line, words=entries),), answer=answer)
         return build(kit, [unit], request, draws, scattered=False)
 
@@ -199,14 +132,14 @@ class Fwe:
     name: str = "fwe"
 
     def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
-        return _longest(encoder, _ASKED, 1 + _CODED)
+        return longest_list(encoder, _ASKED, 1 + _CODED)
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. There is one question, whatever the request says of questions and statements."""
         coded = _coded(draws, max(_ASKED + 1, request.length // _WORDS_PER_TOKEN), _CODED, ascii_lowercase)
         words = [_NOISE, *coded]
         frame = kit.wording.frequent
-        asked = Unit.asking(frame, [filled(frame.line)], _listed([(word,) for word in coded[:_ASKED]]))
+        asked = Unit.asking(frame, [filled(frame.line)], listed([(word,) for word in coded[:_ASKED]]))
         total = _most_words(kit.encoder, words, _room(kit, request, asked), request.length)
         order = draws.rng.permutation(np.repeat(np.arange(len(words)), _zipf(total, len(words)))).tolist()
         unit = replace(asked, lines=(filled(frame.line, words=tuple(words[i] for i in order)),))
@@ -240,15 +173,6 @@ def _too_short(least: int, what: str, length: int) -> TaskError:
     return TaskError(
         f"expected at least {least} tokens to hold {what} and a question, found {length}; use a longer length"
     )
-
-
-def _listed(words: Sequence[Pieces]) -> Pieces:
-    first, *others = words
-    return (*first, *(piece for word in others for piece in (",", *word)))
-
-
-def _longest(encoder: PieceEncoder, words: int, longest: int) -> int:
-    return words * longest + (words - 1) * len(encoder.encode([","]))
 
 
 def _coded(draws: Draws, count: int, letters: int, alphabet: str) -> list[str]:
