@@ -38,6 +38,7 @@ _JSON = "sparsekv.json"  # in the context: whether a failure is to be told as JS
 SUMMARIES = {
     "plan": "Profile a model and write its sparsity plan.",
     "run": "Answer a prompt by a model and its plan.",
+    "serve": "Serve a model and its plan by `transformers serve`.",
     "show": "Print a plan as tables.",
     "report": "Write a plan as a page with charts.",
     "diff": "Say what changed between two plans.",

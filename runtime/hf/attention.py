@@ -247,6 +247,7 @@ def attention_forward(
     scaling: float,
     s_aux: torch.Tensor | None = None,
     softcap: float | None = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as `AttentionInterface` wants it: q [B, H, S, D], new k and v [B, G, S, D], output [B, S, H, D].
@@ -264,6 +265,8 @@ def attention_forward(
             f"custom masks are not supported, pass none"
         )
     layer: Any = module.layer_idx
+    if cache is not None:  # of continuous batching, which layers fill themselves from transformers 5.24 on
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
     softmax = Softmax(softcap or 0.0, s_aux) if softcap or s_aux is not None else PLAIN
     out_BHSD = attached.under_way.attend(layer, (query, key, value), scaling, softmax)
     return out_BHSD.transpose(1, 2).contiguous(), None

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -30,7 +31,7 @@ from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, count_step
 from sparsekv.runtime.hf.attention import PACKED, Attachment, Engine, LayerCall, Pass, Phase
-from sparsekv.runtime.hf.describe import CACHE_NAME, config_of, named
+from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.plan_engine import PlanEngine
 from sparsekv.runtime.model_config import rope_switch
 from sparsekv.runtime.paged.metrics import Counters
@@ -39,6 +40,7 @@ from sparsekv.runtime.plan_checks import Host, refuse
 
 _KEPT_MANAGER = "_cached_continuous_batching_manager"  # where transformers keeps one for the next call
 _WINDOWED = "sliding_attention"
+_HAS_PAGES = find_spec("transformers.generation.continuous_batching.cache_allocators") is not None
 
 
 class Batches:
@@ -87,7 +89,7 @@ class Batches:
 
     def _of(self, inputs: Mapping[str, Any]) -> tuple[BatchEngine, Any] | None:
         """The engine and the batch processor of a loop with the cache of these inputs."""
-        cache = named(inputs).get(CACHE_NAME) if self._started else None
+        cache = inputs.get("cache") if self._started else None
         for manager, batch in self._started if cache is not None else ():
             processor = getattr(manager(), "batch_processor", None)
             if processor is not None and processor.cache is cache:
@@ -268,8 +270,7 @@ def _check(engine: PlanEngine, attached: Attachment) -> None:
     sliding = {layer for group in info.attention if group.kind == "sliding" for layer in group.layers}
     in_segments = sorted(sliding & {layer.layer for layer in engine.program.sparse})
     sentences = {
-        f"transformers {transformers.__version__}, whose layers do not fill its pages: install 5.24": CACHE_NAME
-        != "cache",
+        f"transformers {transformers.__version__}, whose pages are others: install 5.19 or newer": not _HAS_PAGES,
         "exact output: leave exact out": engine.loop is not None,
         "keys and values in fp8: leave kv_dtype out": engine.float8,
         "a multimodal model: load its decoder alone": attached.decoder is not attached.model.base_model,

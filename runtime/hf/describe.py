@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -218,7 +218,7 @@ def generate_setting(name: str, given: dict[str, Any], defaults: GenerationConfi
     return setting if setting is not None else getattr(defaults, name, None)
 
 
-def named(given: Mapping[str, Any]) -> dict[str, Any]:
+def named(given: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a model with the cache under `CACHE_NAME`; newer releases take the old name too, and prefer the new
     one."""
     by_old = {CACHE_NAME: given[_OLD_NAME]} if _OLD_NAME in given else {}
