@@ -17,7 +17,7 @@ app = group()
 @app.command(
     "serve",
     cls=Command,
-    epilog="sparsekv serve models/llama3-8b --port 8000\nsparsekv serve models/llama3-8b --plan PLAN --cb-num-blocks 2000",
+    epilog="sparsekv serve ./my-model --port 8000\nsparsekv serve ./my-model --plan PLAN --cb-num-blocks 2000",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def serve(

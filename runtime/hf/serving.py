@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,19 @@ def planned(plan: Path | None = None) -> Iterator[None]:
     Raises:
         UsageError: there is no plan beside a model; the server has not started yet where it loads it first.
     """
-    from transformers.cli.serving import model_manager  # what serving needs is no dependency of ours
+    models: Any = import_module("transformers.cli.serving.model_manager")  # what it needs is no dependency of ours
 
-    class PlannedModels(model_manager.ModelManager):
+    class PlannedModels(models.ModelManager):  # type: ignore[misc]
         def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
             model = super()._load_model(model_id_and_revision, *args, **kwargs)
             apply(model.eval(), plan or _beside(model_id_and_revision))
             return model
 
-    before = model_manager.ModelManager
-    model_manager.ModelManager = PlannedModels
+    before, models.ModelManager = models.ModelManager, PlannedModels
     try:
         yield
     finally:
-        model_manager.ModelManager = before
+        models.ModelManager = before
 
 
 def _beside(model: str) -> Path:
