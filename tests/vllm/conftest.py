@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 if find_spec("vllm"):  # before anything imports it; elsewhere these would only reach other tests
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -111,7 +112,7 @@ def kept_engines() -> Iterator[list[Any]]:
     gc.collect = lambda generation=2: 0  # at the end of the process each engine would look through the whole heap
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session", autouse=not torch.cuda.is_available())  # on a GPU engines give their memory back
 def unfreeze() -> Iterator[Callable[[], None]]:
     """`gc.unfreeze`, which vLLM calls where an engine ends, to look through the whole heap then: two seconds each."""
     given = gc.unfreeze

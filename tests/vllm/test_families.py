@@ -25,7 +25,7 @@ PATTERNS = (
     VerticalSlash(vertical=tokens(32), slash=tokens(128), last_q=64, max_tiles=fraction(0.4)),
     Dense(),
 )
-PROMPTS = [random_tokens(1, length, length)[0].tolist() for length in (1100, 700)]
+PROMPTS = [random_tokens(1, length, length)[0].tolist() for length in (700, 600)]
 LOCAL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 YARN = {  # vLLM knows no other rope of this family
     "rope_type": "yarn",
