@@ -27,7 +27,7 @@ from sparsekv.plans.aliases import (
     resolve_model,
     without_plan,
 )
-from sparsekv.plans.errors import UsageError, did_you_mean
+from sparsekv.plans.errors import BackendError, UsageError, did_you_mean
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model
@@ -170,7 +170,12 @@ def check_machine(flags: Options) -> None:
     from sparsekv.kernels.backends import check_backend
     from sparsekv.runtime.model_config import torch_device
 
-    check_backend(backend, torch_device(device))
+    try:
+        check_backend(backend, torch_device(device))
+    except BackendError as error:
+        if not flags.is_given("backend"):
+            error.add_note("the backend is that of SPARSEKV_BACKEND; correct or unset it")
+        raise
 
 
 def _device_of(flags: Options, settings: Settings) -> str:
