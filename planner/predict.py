@@ -232,10 +232,9 @@ def _whole_step(profile: Profile, length: int, plan: DecodePlan, cost: Prices, s
 
 
 def _can_draft(plan: DecodePlan, model: ModelInfo) -> bool:
-    segments = [segment for bucket in plan.lengths for segment in bucket.segments]
-    by_newest = bool(segments) and all(one.selector == "last" or one.window == 1 for one in segments)
+    chooses = any(bucket.segments for bucket in plan.lengths)
     recurs = any(group.kind == "linear" for group in model.attention)
-    return by_newest and not recurs and not plan.offload and model.rope.get("rope_type") != "longrope"
+    return chooses and not recurs and not plan.offload and model.rope.get("rope_type") != "longrope"
 
 
 def dense_step_us(cost: Prices, length: int, model: ModelInfo, without: Collection[int] = frozenset[int]()) -> float:

@@ -146,11 +146,6 @@ class Program:
         """The layers with a sparse prefill at some length, of which none evicts."""
         return tuple(layer for layer in self.layers if any(layer.patterns) and layer.role.evicts is None)
 
-    @property
-    def remembers(self) -> tuple[int, ...]:
-        """The layers whose steps need queries of earlier ones, and of a prompt."""
-        return tuple(layer.layer for layer in self.layers if layer.role.remembers)
-
     @cached_property
     def carried(self) -> dict[int, NewCarried]:
         meta = torch.device("meta")
@@ -248,9 +243,6 @@ def _segment(
         filter=segment.filter,
         sink=segment.sink,
         recent=segment.recent,
-        selector=segment.selector,
-        queries=1 if segment.selector == "last" else segment.window,
-        heads="per_kv_head" if own_heads else "max",
         across_ranks=rank.count > 1 and segment.scope == "global" and not own_heads,
         bounds=bounds,
         buckets=buckets,

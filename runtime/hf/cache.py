@@ -68,7 +68,7 @@ class CacheProgress:
 
     def undo(self, layers: Sequence[SparseLayer]) -> None:
         """Takes back what a pass that did not end has left in these layers."""
-        cached, before = self._before or ({}, Remembered({}, {}, {}))
+        cached, before = self._before or ({}, Remembered({}, {}))
         for layer in layers:
             if layer.layer in cached:
                 lengths, padding = cached[layer.layer]
@@ -257,7 +257,6 @@ class SparseLayer(CacheLayerMixin):
         store.select(rows_B.tolist())
         self.set_columns(columns)
         self.picked += 1
-        self.state.select(self.layer, rows_B)
 
     def set_columns(self, columns: int) -> None:
         self.padding = columns - max(self.store.lengths, default=0)

@@ -51,6 +51,8 @@ class PlanEngine(Engine):
         pays: where chunks and steps are sparse; everywhere else they are dense.
     """
 
+    sees_all = False
+
     def __init__(
         self,
         plan: Plan,
@@ -74,7 +76,6 @@ class PlanEngine(Engine):
         self.graphs: StepGraphs | None = None
         self._told = False
         self.plan, self.program = plan, program
-        self.sees_all = bool(program.remembers)
         self.pays = pays
         self._programs = {Phase.DECODE: program, Phase.CHECK if exact else Phase.DENSE: program.dense_in_decode}
         self.placement = paging.sizes.permitted  # layers in host memory, of caches to come, so that it may change
