@@ -58,10 +58,11 @@ if __name__ == "__main__":
 """
 BACK = """
     other, one = engine(transfer=None), engine()  # vLLM shows the counts of the engine that was made last
+    turn = first + second[:40]
     ask(other, first)
-    expected = ask(other, first)  # behind the same keys, which the device has cached
+    expected = ask(other, turn)  # behind the same keys, which the device has cached
     ask(one, first), ask(one, second)
-    output = ask(one, first)
+    output = ask(one, turn)
     hits, stats = loaded(one), serving_stats(one)
 """
 HANDED_OVER = """
@@ -91,7 +92,7 @@ def documents(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("connector", TO_HOST)
-def test_an_evicted_document_comes_back_from_host_memory_and_decodes_sparse(
+def test_pages_of_an_idle_session_come_back_from_host_memory_for_its_next_turn_which_decodes_sparse(
     connector: str, reference: LoadedModel, plan_file: Path, tmp_path: Path
 ) -> None:
     options = {"cpu_bytes_to_use": 4 << 30}

@@ -1,6 +1,9 @@
 """Speculation by others beside a plan, which verifies what was drafted: each row is a step of the plan's decode."""
 
+import os
+import random
 import sys
+from collections import Counter
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm_engine import BUDGET, DECODE_BOUND, Oracle, generate, make_engine, preemptions, tokens_of
+from scipy.stats import chi2_contingency
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm_engine import (
+    BUDGET,
+    DECODE_BOUND,
+    Oracle,
+    generate,
+    make_engine,
+    preemptions,
+    tokens_and_logprobs,
+    tokens_of,
+)
 from vllm_replay import assert_replayed, recorded
 
 from sparsekv.bench.random_model import write_eagle
@@ -21,9 +36,13 @@ from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 from sparsekv.runtime.vllm.internals import layers_so_far
 
 Prompts = dict[int, list[int]]
+Drafters = dict[str, dict[str, Any]]
 NGRAM = by_look_up(3)
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 NEW = 16  # tokens of an answer
+FUZZ_FIRST, FUZZ_COUNT = (
+    int(os.environ.get(name, default)) for name, default in (("FUZZ_FIRST", 0), ("FUZZ_COUNT", 20))
+)
 
 
 def engine(folder: str, options: dict[str, Any], **settings: Any) -> Any:
@@ -93,23 +112,28 @@ def mimo(reference: LoadedModel, prompts: Prompts, tmp_path_factory: pytest.Temp
     return str(folder)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("method", "layers"), [("ngram", 0), ("suffix", 0), ("draft_model", 12), ("eagle", 1), ("mtp", 1)]
-)
-def test_answers_are_those_without_a_drafter_at_the_same_cuts(
-    method: str, layers: int, retriever: str, plan_file: Path, alone: Any, eagle: str, mimo: str,
-    repeated: list[list[int]], kept_engines: list[Any],
-) -> None:  # fmt: skip
-    """One at a time: drafts take rows of a step, so that prompts together would be cut elsewhere. The draft model is
-    the model itself, each of whose layers has the name and the shape of one of the plan's."""
-    drafters: dict[str, Any] = {
+@pytest.fixture(scope="module")
+def drafters(retriever: str, eagle: str) -> Drafters:
+    """What drafts. The draft model is the model itself, each of whose layers has the name and the shape of one of the
+    plan's."""
+    return {
         "ngram": NGRAM,
         "suffix": {"method": "suffix", "num_speculative_tokens": 3},
         "draft_model": {"method": "draft_model", "model": retriever, "num_speculative_tokens": 3},
         "eagle": {"method": "eagle", "model": eagle, "num_speculative_tokens": 3},
         "mtp": MTP,
     }
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("method", "layers"), [("ngram", 0), ("suffix", 0), ("draft_model", 12), ("eagle", 1), ("mtp", 1)]
+)
+def test_answers_are_those_without_a_drafter_at_the_same_cuts(
+    method: str, layers: int, retriever: str, plan_file: Path, alone: Any, mimo: str, drafters: Drafters,
+    repeated: list[list[int]], kept_engines: list[Any],
+) -> None:  # fmt: skip
+    """One at a time: drafts take rows of a step, so that prompts together would be cut elsewhere."""
     if method == "suffix":
         pytest.importorskip("arctic_inference", reason="suffix decoding is by arctic-inference")
     model = mimo if method == "mtp" else retriever
@@ -173,6 +197,81 @@ def test_each_verified_row_is_a_decode_step_of_the_plan_with_preemption_and_pref
     assert accepted(llm) > 0
     assert serving_stats(llm).decode_sparse > 2 * new
     assert_replayed(Oracle(reference.model, decode), recording)
+
+
+# --- in the long run, beside one drafter ------------------------------------------------------------------------------
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"frequency_penalty": 0.3, "min_p": 0.1},
+    {"structured_outputs": StructuredOutputsParams(regex="[0-9 ]+")},
+)
+
+
+@pytest.fixture(scope="module")
+def pair(
+    plan: Plan, retriever: str, mimo: str, drafters: Drafters, kept_engines: list[Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Engines without and with a drafter. Prefill is dense, so that it does not matter where prompts are cut. The
+    scheduler drafts fewer tokens for more requests."""
+    path, method = tmp_path_factory.mktemp("decode") / "plan.yaml", os.environ.get("FUZZ_DRAFTER", "ngram")
+    write_plan(plan.model_copy(update={"prefill": None}), path)
+    most: int = drafters[method]["num_speculative_tokens"]
+    drafter = drafters[method] | {"num_speculative_tokens_per_batch_size": [(1, 3, most), (4, 8, 1)]}
+    model, settings = mimo if method == "mtp" else retriever, {"enable_prefix_caching": True}
+    kept_engines.append(engine(model, {"plan": str(path)}, **settings))
+    settings |= {"max_num_batched_tokens": BUDGET + 8 * most, "speculative_config": drafter}
+    kept_engines.append(engine(model, {"plan": str(path)}, **settings))
+    return kept_engines[-2], kept_engines[-1]
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", range(FUZZ_FIRST, FUZZ_FIRST + FUZZ_COUNT))
+def test_random_requests_have_the_answers_without_a_drafter(pair: tuple[Any, Any], prompts: Prompts, seed: int) -> None:
+    """Ten requests, which come and of which some are cancelled at random steps, between a draft and its verification
+    too."""
+    source = random.Random(seed)
+    asked = {}
+    for number in range(10):
+        text = prompts[2700][source.randrange(2000) :][: source.randrange(20, 700)]
+        prompt = (text * 40)[: source.randrange(60, 2600)]  # it repeats itself, so that drafts are accepted
+        kind = {"temperature": 0.0, "max_tokens": source.randrange(1, 40), "ignore_eos": True, "logprobs": 0}
+        asked[str(number)] = prompt, SamplingParams(**kind | source.choice(KINDS))
+    answers = []
+    for llm in pair:
+        waiting, inner, ended = list(asked.items()), llm.llm_engine, {}
+        while waiting or inner.has_unfinished_requests():
+            if waiting and (source.random() < 0.5 or not inner.has_unfinished_requests()):
+                name, (prompt, how) = waiting.pop()
+                inner.add_request(name, {"prompt_token_ids": prompt}, how)
+            ended |= {output.request_id: output for output in inner.step() if output.finished}
+            if llm is pair[1] and source.random() < 0.01:
+                inner.abort_request([source.choice(sorted(asked))])
+        assert llm.reset_prefix_cache(), "pages are still taken"
+        answers.append(ended)
+    assert accepted(pair[1]) > 0
+    for name, output in answers[1].items():
+        (tokens, logprobs), (expected, of_expected) = map(tokens_and_logprobs, (output, answers[0][name]))
+        assert tokens == expected
+        assert logprobs == pytest.approx(of_expected, abs=2e-3)
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(0)
+def test_sampled_answers_are_distributed_as_without_a_drafter(pair: tuple[Any, Any], prompts: Prompts) -> None:
+    """600 draws of each, of three tokens, by chi-square over those that are drawn twenty times or more in a place."""
+    prompt, counts, before = (prompts[200] * 4)[: DECODE_BOUND + 30], [], accepted(pair[1])
+    asked = SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True)
+    for llm in pair:
+        outputs = llm.generate([{"prompt_token_ids": prompt}] * 600, asked, use_tqdm=False)
+        counts.append(Counter(drawn for output in outputs for drawn in enumerate(tokens_of(output))))
+    assert accepted(pair[1]) > before
+    often = [drawn for drawn, count in sum(counts, Counter()).items() if count >= 20]
+    assert len(often) > 3
+    assert chi2_contingency([[count[drawn] for drawn in often] for count in counts]).pvalue > 1e-3
 
 
 def whole(plan: Plan) -> Plan:
