@@ -1,6 +1,7 @@
 """Continuous batching of transformers, dense beside a plan: first tokens, and then a token, of requests of one length.
 
-    python -m sparsekv.bench.continuous_batching llama3-8b --density 0.21 [--length 32k] [--requests 8] [--answer 64] [--repeats 5]
+    python -m sparsekv.bench.continuous_batching llama3-8b --density 0.21
+        [--length 32k] [--requests 8] [--answer 64] [--repeats 5]
 
 Weights are random, the plan is made by hand, and answers mean nothing. Both ways run in one process and take turns,
 after one that is not counted; dense is transformers as it comes, which captures its steps where it has flash attention.
