@@ -6,7 +6,7 @@
 
 In an environment with vLLM. Three engines take turns. A cell is so many requests of a length: either of
 which all but the last rows are cached, timed up to the last first token, or that decode together, timed a step. Cells
-are lines of the file as soon as they are known, and are not run again; those that do not fit are told.
+are lines of the file as soon as they are known, and are not run again; those that failed or do not fit are told.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sparsekv.bench.serve import (
     served_engine,
     served_model,
 )
-from sparsekv.bench.vllm_engines import Engine
+from sparsekv.bench.vllm_engines import Engine, EngineEndedError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
@@ -128,6 +128,8 @@ def run(model: ServedModel, plan: Plan, wanted: Sequence[Cell], repeats: int, ad
                     continue
                 try:
                     add(_time(engines, cell, prompts, source, model.vocabulary, repeats))
+                except EngineEndedError:
+                    raise
                 except Exception as error:  # out of memory; the engine's own
                     add(Timed(cell, {}, failed=in_short(error)))
 
@@ -212,7 +214,8 @@ def main() -> None:
     preset_vllm()
     known = read(args.output)
     rows = (*args.rows, 0) if args.decode else args.rows
-    wanted = [cell for cell in cells(args.model, args.requests, args.lengths, rows) if cell not in known]
+    done = {cell for cell, timed in known.items() if not timed.failed}
+    wanted = [cell for cell in cells(args.model, args.requests, args.lengths, rows) if cell not in done]
     with served_model(args.model, args.densities is not None, max(args.lengths) + _ANSWER + 1) as model:
         plan = load_plan(args.plan) if args.plan else _hand_plan(model, args.densities)
         with args.output.open("a") as file:

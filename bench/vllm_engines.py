@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -43,9 +43,9 @@ def engine_elsewhere(name: str, model: str, settings: dict[str, Any]) -> Iterato
         EngineEndedError: the process ended, now or in a call.
     """
 
-    def result(call: Future[Any]) -> Any:
+    def result(run: Callable[..., Any], *args: Any) -> Any:
         try:
-            return call.result()
+            return process.submit(run, *args).result()
         except BrokenProcessPool:
             raise EngineEndedError(
                 f"{name}: its process ended without a result; its log says why, unless the system ended it for want "
@@ -53,8 +53,8 @@ def engine_elsewhere(name: str, model: str, settings: dict[str, Any]) -> Iterato
             ) from None
 
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        result(process.submit(_start, model, settings))
-        yield lambda run, *args: result(process.submit(_call, run, args))
+        result(_start, model, settings)
+        yield lambda run, *args: result(_call, run, args)
 
 
 _started: list[Any] = []  # the engine of this process

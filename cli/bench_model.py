@@ -354,7 +354,7 @@ def sessions_of(flags: ServeFlags, lengths: Sequence[int]) -> tuple[SessionLoad,
 
 
 def serve(flags: ServeFlags) -> None:
-    """Requests through two engines of vLLM in this process, by a plan and dense, in turn.
+    """Requests through two engines of vLLM, by a plan and dense, in turn.
 
     With --turns or --turns-file prefixes are cached: a turn computes its new tokens behind the prompt and answer before
     it. `turn` is the time to its first token, `gain` dense over sparse of turns in pairs, with the 95% interval of its

@@ -39,7 +39,7 @@ from sparsekv.plans.errors import SparseKVError
 from sparsekv.plans.files import content_digest, executed_digest, read_text, write_bytes
 from sparsekv.plans.patterns import Pattern, VerticalSlash, mandatory_density, tokens
 from sparsekv.plans.schema import LayerCounts, Plan, to_data
-from sparsekv.runtime.core.pays import Clock, Pays, Thresholds, contexts, measure, parse
+from sparsekv.runtime.core.pays import Pays, Thresholds, contexts, measure, parse
 from sparsekv.runtime.core.program import LayerProgram, Program
 
 Launch = Callable[[], object]
@@ -128,6 +128,7 @@ _SCALINGS = 6
 _NEAR = 0.1  # of the share on calibration prompts, over the heads of a layer
 _LEAST = 1e-6  # share that is as good as none
 _MARGIN = 1.02  # the noise of a measurement
+_PREFILL_SHARE = 0.7  # of the time to measure
 _PRODUCTS = 12  # of a layer, each of E by F weights: 4 of attention, 8 of a gated feed-forward layer of 8/3 E
 
 HeadShares = tuple[float, float]
@@ -189,36 +190,64 @@ class TimedLayers(ABC):
         """The first rank's, on all ranks: they bisect alike."""
         return measured
 
-    def rule(self, seconds: float) -> Pays:
-        """Measures; sizes whose turn comes after so many seconds are dense. May raise torch.OutOfMemoryError."""
-        deadline = time.monotonic() + seconds
+    def rule(self, seconds: float) -> tuple[Pays, bool]:
+        """Measures, prompts for most of these seconds; and whether they sufficed: sizes whose turn comes later are
+        dense. May raise torch.OutOfMemoryError."""
+        started, reached = time.monotonic(), True
 
-        def left() -> float:
-            return self.agreed(deadline - time.monotonic())
+        def left(share: float) -> float:
+            nonlocal reached
+            seconds_left = self.agreed(started + share * seconds - time.monotonic())
+            reached &= seconds_left > 0
+            return seconds_left
 
-        return Pays(self._prefill_thresholds(left), self._decode_thresholds(left))
+        layer, (rows, lengths) = self._typical, self._prefill_sizes
+        prefill = decode = Thresholds()
+        if layer is not None and not self.place.computed:  # random keys would be computed at another share than prompts
+            prefill = self.program.hint.prefill
+        elif layer is not None:
+            gain, until = partial(self.prefill_gain, layer), partial(left, _PREFILL_SHARE)
+            prefill = measure(rows, lengths, gain, margin=_MARGIN, until=until, hint=self.program.hint.prefill)
+        if self.program.sparse:
+            rows, lengths = self._decode_sizes
+            decode = measure(rows, lengths, self.decode_gain, margin=_MARGIN, until=partial(left, 1.0))
+        return Pays(prefill, decode), reached
 
-    def _prefill_thresholds(self, left: Clock) -> Thresholds:
-        layer, longest, step = _typical(self.program.layers, self.place.longest), self.place.longest, self.place.step
+    def compile(self) -> None:
+        """Runs every size at a short, a middle and the longest context."""
+        phases = []
+        if (layer := self._typical) is not None and self.place.computed:
+            phases.append((partial(self.prefill_gain, layer), *self._prefill_sizes))
+        if self.program.sparse:
+            phases.append((self.decode_gain, *self._decode_sizes))
+        for gain, rows, lengths in phases:
+            for size in rows:
+                at = [length for length in lengths if length >= size]
+                for length in sorted({at[0], at[len(at) // 2], at[-1]} if at else ()):
+                    gain(size, length)
+
+    @property
+    def _typical(self) -> LayerProgram | None:
+        return _typical(self.program.layers, self.place.longest)
+
+    @property
+    def _prefill_sizes(self) -> tuple[list[int], list[int]]:
+        """Rows of chunks, and contexts."""
+        layer, longest, step = self._typical, self.place.longest, self.place.step
         if layer is None:
-            return Thresholds()
-        if not self.place.computed:  # random keys would be computed at another share than prompts
-            return self.program.hint.prefill
+            return [], []
         buckets = zip(layer.bounds, pairwise(layer.patterns), strict=True)
         begins = (bound + 1 for bound, (before, behind) in buckets if behind and not before and bound < longest)
         lengths = [n for n in (*contexts(_SMALLEST_CHUNK, longest), *begins) if layer.patterns_at(n)]
         rows = [_SMALLEST_CHUNK << (2 * power) for power in range(8)]
-        rows = [*(size for size in rows if size < step), step]
-        lengths, gain, hint = sorted({*lengths, longest}), partial(self.prefill_gain, layer), self.program.hint.prefill
-        return measure(rows, lengths, gain, margin=_MARGIN, until=left, hint=hint)
+        return [*(size for size in rows if size < step), step], sorted({*lengths, longest})
 
-    def _decode_thresholds(self, left: Clock) -> Thresholds:
-        if not self.program.sparse:
-            return Thresholds()
+    @property
+    def _decode_sizes(self) -> tuple[list[int], list[int]]:
+        """Rows of steps, and contexts."""
         shortest = min(layer.role.dense_up_to for layer in self.program.sparse) + 1
-        lengths = sorted({*contexts(shortest, self.place.longest), self.place.longest})
         rows = [rows for rows in (*_DECODE_ROWS, self.place.rows) if rows <= self.place.rows]
-        return measure(rows, lengths, self.decode_gain, margin=_MARGIN, until=left)
+        return rows, sorted({*contexts(shortest, self.place.longest), self.place.longest})
 
     def alike(
         self, layer: LayerProgram, q_BHTD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, scale: float
@@ -386,19 +415,21 @@ class RuleFile:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_bytes(self.path, json.dumps({"key": dict(self.key), "rule": str(rule)}).encode())
 
-    def read_or(self, measure: Callable[[], Pays]) -> tuple[Pays, bool]:
-        """The rule, and whether it was measured now; one process at a time."""
+    def read_or(self, measure: Callable[[], tuple[Pays, bool]]) -> tuple[Pays, bool]:
+        """The rule, and whether it was measured now; one process at a time. One that is not whole is not kept."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = FileLock(f"{self.path}.lock", timeout=_LONGEST_WAIT)
             lock.acquire()
         except (OSError, Timeout):  # no folder to write to, or an engine that hangs
-            return measure(), True
+            return measure()[0], True
         try:
             known = self.read()
-            rule = measure() if known is None else known
-            if known is None:
+            if known is not None:
+                return known, False
+            rule, is_whole = measure()
+            if is_whole:
                 self.write(rule)
-            return rule, known is None
+            return rule, True
         finally:
             lock.release()

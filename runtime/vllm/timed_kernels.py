@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -52,6 +53,7 @@ class EngineLayers(TimedLayers):
     size: int  # of a head
     scales: Scales | None = None  # of a cache in 8 bits; queries have none
     softmax: Softmax = PLAIN  # of the layers
+    costs: dict[int, float | None] = field(default_factory=dict)  # microseconds of a step's idle kernels, by rows
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,6 +69,9 @@ class EngineLayers(TimedLayers):
         return float(vllm.gather(torch.tensor([measured], dtype=torch.float32, device=self.device))[0, 0])
 
     def prefill_gain(self, layer: LayerProgram, rows: int, length: int) -> float:
+        return self._agreed(self._prefill_gain, layer, rows, length)
+
+    def _prefill_gain(self, layer: LayerProgram, rows: int, length: int) -> float:
         chunk, scale = Chunk.uniform(1, length - rows, length), self.size**-0.5
         q_THD, pages = self._queries(rows, layer.heads), self._pages(1, length, layer.kv_heads)
         out_THD = torch.empty_like(q_THD)
@@ -77,21 +82,40 @@ class EngineLayers(TimedLayers):
 
         alike = self.alike(layer, q_THD.transpose(0, 1)[None], keys().k, chunk, scale)
         if alike is None:
-            return self.agreed(math.nan)  # ranks that reached the share wait
+            return math.nan
 
         def sparse() -> None:
             out_THD.copy_(self.host.prefill(alike, q_THD, keys(), chunk, scale, counted=False))
 
         dense = self.dense(q_THD, pages, [length], out_THD)
         captured = self.host.captured is not None and self.host.captured.takes_rows(rows)
-        return self.agreed(self.layer_gain(dense, sparse, q_THD.flatten(1), captured))
+        return self.layer_gain(dense, sparse, q_THD.flatten(1), captured)
 
     def decode_gain(self, rows: int, length: int) -> float:
         """All layers of a step of so many requests, of which one of each kind is timed, filter layers first. A captured
-        step has our kernels at every length: no context gains that saves less than they cost where nothing chooses."""
+        step has our kernels at every length or at none: none where they cost more in a step in which nothing chooses
+        than they save at the longest context. Beside them a dense step takes as much longer."""
+        return self._agreed(self._decode_gain, rows, length)
+
+    def _decode_gain(self, rows: int, length: int) -> float:
+        if rows not in self.costs:
+            short, idle = self._step_us(rows, min(_SHORT, length), None)
+            dense, sparse = self._step_us(rows, self.place.longest, 0)
+            least = max(0.0, idle - short)
+            self.costs[rows] = least if dense - sparse > least else None
+        cost = self.costs[rows]
+        if cost is None:
+            return 0.0
         dense, sparse = self._step_us(rows, length, 0)
-        short, idle = self._step_us(rows, min(_SHORT, length), None)
-        return self.agreed(dense / sparse if dense - sparse > idle - short else 0.0)
+        return (dense + cost) / sparse
+
+    def _agreed(self, gain: Callable[..., float], *args: Any) -> float:
+        """What the first rank measured, where others wait for it; nan where its memory does not suffice."""
+        try:
+            measured = gain(*args)
+        except torch.OutOfMemoryError:
+            measured = math.nan
+        return self.agreed(measured)
 
     def _step_us(self, rows: int, length: int, least: int | None) -> tuple[float, float]:
         """Microseconds of all layers of a step, dense and by the plan; `least` as in `DecodeHost.begin`."""
@@ -145,7 +169,7 @@ class EngineLayers(TimedLayers):
 
 
 def measured_rule(host: EngineHost, device: torch.device, size: int, scales: Scales | None, softmax: Softmax) -> Pays:
-    """The rule of this engine, from disk where it was measured before; sparse wherever it may be for want of memory."""
+    """The rule of this engine, from disk where it was measured before; the hint for want of memory."""
     started, place = time.monotonic(), host.place
     scales = scales and replace(scales, q_G=None)
     layers = EngineLayers(host.program, place, Timers(), host, device, size, scales, softmax)
@@ -154,24 +178,20 @@ def measured_rule(host: EngineHost, device: torch.device, size: int, scales: Sca
         page=vllm.platform.page, ranks=layers.ranks, vllm=vllm.release, queries=host.queries, **place.key,
     )  # fmt: skip
     file, measure = RuleFile(key, cache_folder()), partial(layers.rule, _SECONDS)
-    try:
-        rule, is_new = file.read_or(measure) if layers.ranks == 1 else _on_ranks(file, measure)
-    except torch.OutOfMemoryError:
-        vllm.logger.warning("sparsekv: no memory to measure where the plan is faster; it is sparse wherever it may be")
-        return host.pays
-    finally:
-        torch.cuda.empty_cache()
+    rule, is_new = file.read_or(measure) if layers.ranks == 1 else _on_ranks(file, measure)
+    torch.cuda.empty_cache()
     how = f"measured in {time.monotonic() - started:.1f} s" if is_new else "as measured before"
     vllm.logger.info("sparsekv: %s (%s)", rule.told, how)
     return rule
 
 
-def _on_ranks(file: RuleFile, measure: Callable[[], Pays]) -> tuple[Pays, bool]:
+def _on_ranks(file: RuleFile, measure: Callable[[], tuple[Pays, bool]]) -> tuple[Pays, bool]:
     """The first rank's file decides. All ranks measure together: a lock would keep them from each other."""
     known = file.read()
     text = vllm.gather_bytes(("" if known is None else str(known)).encode().ljust(_MOST_TEXT))[0].decode().strip()
     if text:
         return parse(text), False
-    rule = measure()
-    file.write(rule)
+    rule, is_whole = measure()
+    if is_whole:
+        file.write(rule)
     return rule, True

@@ -1,5 +1,6 @@
 """The rule of where a plan is faster, in vLLM's engine: steps outside of it are vLLM's own."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -122,17 +123,22 @@ def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(
         return [1.0, *[0.5] * (len(launches) - 1)]
 
     place = Place("sha256:", 3072, BUDGET, 4, computed)
-    rule = EngineLayers(host.program, place, Timers(launched, replayed), host, CPU, 64, scales).rule(60.0)
+    rule, _ = EngineLayers(host.program, place, Timers(launched, replayed), host, CPU, 64, scales).rule(60.0)
     assert seen
     assert rule.prefill.pays(BUDGET, CROSSOVER + 200)
     assert not rule.prefill.pays(BUDGET, CROSSOVER)
     assert rule.decode.pays(4, 2048)
 
 
-@pytest.mark.parametrize(("saved", "idle", "pays"), [(0.3, 0.1, True), (0.1, 0.3, False)])
-def test_decode_pays_where_it_saves_more_than_it_costs_where_nothing_chooses(
-    engine: Any, host: Any, saved: float, idle: float, pays: bool
+@pytest.mark.parametrize(
+    ("longest", "saved", "idle", "gain"),
+    [(0.3, 0.3, 0.1, 1.1 / 0.7), (0.3, -0.05, 0.1, 1.1 / 1.05), (0.1, 0.1, 0.3, 0.0)],
+    ids=["faster", "faster than with idle kernels", "costs more than it saves at most"],
+)
+def test_decode_kernels_are_captured_where_they_save_more_than_they_cost_idle(
+    engine: Any, host: Any, longest: float, saved: float, idle: float, gain: float
 ) -> None:
+    """Of a layer that takes 1 dense; the engine's kernel has nothing left of what our layers choose for."""
     lengths: list[list[int]] = []
 
     class Layers(EngineLayers):
@@ -141,13 +147,27 @@ def test_decode_pays_where_it_saves_more_than_it_costs_where_nothing_chooses(
             return lambda: None
 
     def replayed(launches: Any, device: torch.device) -> list[float]:
-        short = lengths[-1] != [0]  # what is left to vLLM's kernel by the last layer
-        return [1.0, *[1.0 + idle if short else 1.0 - saved] * (len(launches) - 1)]
+        (whole,), (left,) = lengths[-len(launches)], lengths[-1]
+        assert left in (0, whole)
+        less = -idle if left else longest if whole == 3072 else saved
+        return [1.0, *[1.0 - less * layers_each] * (len(launches) - 1)]
 
     layers = Layers(host.program, Place("sha256:", 3072, BUDGET, 4, {}), Timers(replayed, replayed), host, CPU, 64)
-    assert (layers.decode_gain(1, 2048) > 1.0) is pays
-    kinds = len(layers.kinds)
-    assert lengths == [[2048], *[[0]] * kinds, [128], *[[128]] * kinds]
+    counts = [count for _, count in layers.kinds]
+    layers_each = len(layers.program.attending) / sum(counts)
+    assert layers.decode_gain(1, 2048) == pytest.approx(gain)
+    told = {tuple(of) for of in lengths}
+    assert told == {(128,), (3072,), (0,)} | ({(2048,)} if gain else set())
+
+
+def test_a_rank_without_memory_answers_the_others(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    layers = EngineLayers(host.program, Place("sha256:", 3072, BUDGET, 4, {}), Timers(), host, CPU, 64)
+    monkeypatch.setattr(EngineLayers, "_pages", full)
+    assert math.isnan(layers.decode_gain(1, 2048))
+    assert math.isnan(layers.prefill_gain(host.program.layers[1], BUDGET, 3072))
 
 
 def test_an_engine_measures_once_a_place(
@@ -201,7 +221,7 @@ def test_layers_with_soft_caps_are_timed_with_their_caps(
     layers.prefill_gain(host.program.layers[1], BUDGET, 3072)
     layers.decode_gain(1, 2048)
     assert set(caps) == {3.0}
-    assert len(caps) == 1 + 2 * len(layers.kinds)
+    assert len(caps) == 1 + 2 * len(layers.kinds)  # idle, and at the longest context, which saves nothing
 
 
 def test_vllms_kernel_caps_scores(host: Any) -> None:

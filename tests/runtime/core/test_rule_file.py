@@ -19,9 +19,9 @@ RULE = Pays(Thresholds((512, 4096), (16384, 8192)), Thresholds())
 
 
 def test_the_second_start_reads_what_the_first_measured(tmp_path):
-    assert RuleFile(KEY, tmp_path).read_or(lambda: RULE) == (RULE, True)
-    assert RuleFile(KEY, tmp_path).read_or(lambda: ALWAYS) == (RULE, False)
-    assert RuleFile(KEY | {"ranks": 2}, tmp_path).read_or(lambda: ALWAYS) == (ALWAYS, True)
+    assert RuleFile(KEY, tmp_path).read_or(lambda: (RULE, True)) == (RULE, True)
+    assert RuleFile(KEY, tmp_path).read_or(lambda: (ALWAYS, True)) == (RULE, False)
+    assert RuleFile(KEY | {"ranks": 2}, tmp_path).read_or(lambda: (ALWAYS, True)) == (ALWAYS, True)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_what_a_rule_depends_on_of_a_plan_and_its_sizes_is_part_of_its_place(tmp
     place, device = Place("sha256:1", 2048, 512, 16, {1024: counts(4, 0.4)}), torch.device("cpu")
     places = place, replace(place, **other)
     keys = [rule_key(device, "cpu", torch.float32, "cpu", False, "model", **one.key) for one in places]
-    assert RuleFile(keys[0], tmp_path).read_or(lambda: RULE) == (RULE, True)
-    assert RuleFile(keys[1], tmp_path).read_or(lambda: ALWAYS) == (ALWAYS, True)
+    assert RuleFile(keys[0], tmp_path).read_or(lambda: (RULE, True)) == (RULE, True)
+    assert RuleFile(keys[1], tmp_path).read_or(lambda: (ALWAYS, True)) == (ALWAYS, True)
 
 
 @pytest.mark.parametrize("part", ["model", "driver", "triton", "flash-attn-4"])
@@ -66,24 +66,30 @@ def test_the_model_the_driver_and_packages_of_kernels_are_part_of_the_key(monkey
                 json.dumps({"key": KEY, "rule": 7}).encode()],
 )  # fmt: skip
 def test_a_file_that_is_no_rule_of_the_place_is_measured_anew(tmp_path, content):
-    RuleFile(KEY, tmp_path).read_or(lambda: RULE)
+    RuleFile(KEY, tmp_path).read_or(lambda: (RULE, True))
     (path,) = tmp_path.glob("*.json")
     path.write_bytes(content)
-    assert RuleFile(KEY, tmp_path).read_or(lambda: RULE) == (RULE, True)
-    assert RuleFile(KEY, tmp_path).read_or(lambda: ALWAYS) == (RULE, False)
+    assert RuleFile(KEY, tmp_path).read_or(lambda: (RULE, True)) == (RULE, True)
+    assert RuleFile(KEY, tmp_path).read_or(lambda: (ALWAYS, True)) == (RULE, False)
 
 
 def test_without_a_folder_to_write_to_every_start_measures(tmp_path):
     (tmp_path / "file").write_text("")
     for _ in range(2):
-        assert RuleFile(KEY, tmp_path / "file" / "folder").read_or(lambda: RULE) == (RULE, True)
+        assert RuleFile(KEY, tmp_path / "file" / "folder").read_or(lambda: (RULE, True)) == (RULE, True)
+
+
+def test_a_rule_for_which_time_did_not_suffice_is_measured_again(tmp_path):
+    assert RuleFile(KEY, tmp_path).read_or(lambda: (RULE, False)) == (RULE, True)
+    assert RuleFile(KEY, tmp_path).read_or(lambda: (ALWAYS, True)) == (ALWAYS, True)
+    assert RuleFile(KEY, tmp_path).read_or(lambda: (RULE, True)) == (ALWAYS, False)
 
 
 def _start(folder, counts):
     def measure():
         time.sleep(0.2)
         counts.put(1)
-        return RULE
+        return RULE, True
 
     RuleFile(KEY, folder).read_or(measure)
 

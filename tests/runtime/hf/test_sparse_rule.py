@@ -161,7 +161,7 @@ def test_a_measurement_runs_dense_and_sparse_kernels_of_a_layer(model):
         assert not torch.allclose(dense, following)
         return [1.0, 1.5, 0.5]
 
-    rule = work_on(model, launched, replayed).rule(60.0)
+    rule, _ = work_on(model, launched, replayed).rule(60.0)
     assert seen
     assert rule.prefill.pays(512, 1024)
     assert not rule.prefill.pays(512, 512)  # random keys do not reach the share there
@@ -199,7 +199,7 @@ def test_kernels_of_a_gpu_decode_over_rows_that_overlap(model, monkeypatch, floa
         return [1.0, 1.0, 1.0]
 
     work = work_on(model, lambda launches, device: [1.0, 1.0], replayed, backend="triton")
-    assert replace(work, float8=float8).rule(60.0) == NEVER
+    assert replace(work, float8=float8).rule(60.0) == (NEVER, True)
     dense, choosing, following = seen[-3:]  # at the longest context
     torch.testing.assert_close(dense, choosing)
     assert dense.shape == following.shape == (4, 4, 1, 32)
@@ -207,9 +207,20 @@ def test_kernels_of_a_gpu_decode_over_rows_that_overlap(model, monkeypatch, floa
     assert not torch.allclose(dense, following)
 
 
+def test_kernels_of_short_and_of_long_contexts_are_compiled_before_the_time_runs(model, monkeypatch):
+    asked = set()
+    for phase in ("prefill_gain", "decode_gain"):
+        monkeypatch.setattr(ModelLayers, phase, lambda self, *at, phase=phase: asked.add((phase, *at[-2:])) or 0.0)
+    work = work_on(model, None, None)
+    work.compile()
+    assert {("prefill_gain", rows, 1024) for rows in (128, 512)} | {("decode_gain", 4, 1024)} <= asked
+    assert {("prefill_gain", 128, 201), ("decode_gain", 1, 363)} <= asked  # where both begin to be sparse
+    assert work.rule(0.0) == (NEVER, False)
+
+
 def test_where_sparse_is_slower_everything_is_dense(model):
     work = work_on(model, lambda launches, device: [1.0, 1.0], lambda launches, device: [1.0, 1.0, 1.0])
-    assert work.rule(60.0) == NEVER
+    assert work.rule(60.0) == (NEVER, True)
 
 
 def test_a_rule_is_measured_once_and_what_has_no_memory_has_the_hint(model, monkeypatch, tmp_path: Path):
@@ -224,7 +235,7 @@ def test_a_rule_is_measured_once_and_what_has_no_memory_has_the_hint(model, monk
     monkeypatch.setattr(ModelLayers, "compiled_rule", failing)
     with pytest.warns(PlanWarning, match="no memory to measure"):
         assert measured_rule(*here) == program.hint
-    monkeypatch.setattr(ModelLayers, "compiled_rule", lambda self, seconds: calls.append(seconds) or ALWAYS)
+    monkeypatch.setattr(ModelLayers, "compiled_rule", lambda self, seconds: calls.append(seconds) or (ALWAYS, True))
     assert [measured_rule(*here) for _ in range(2)] == [ALWAYS, ALWAYS]
     assert calls == [1.0]
 
@@ -274,7 +285,7 @@ def test_where_random_keys_never_reach_the_share_the_hint_decides(model, monkeyp
     monkeypatch.setattr(ModelLayers, "alike", lambda *_: None)
     work = work_on(model, None, lambda launches, device: [1.0, 1.0, 1.0])
     assert math.isnan(work.prefill_gain(work.program.layers[0], 512, 1024))
-    assert work.rule(60.0) == Pays(Thresholds((128,), (0,)), Thresholds())  # the smallest size that the hint has
+    assert work.rule(60.0)[0] == Pays(Thresholds((128,), (0,)), Thresholds())  # the smallest size that the hint has
 
 
 @pytest.mark.parametrize("rank", [None, Rank(1, 2)], ids=["one rank", "second of two"])
