@@ -101,14 +101,6 @@ class Program:
         return tuple(layer for layer in self.attending if layer.keys_of is None)
 
     @cached_property
-    def readers(self) -> dict[int, tuple[int, ...]]:
-        """By layer with keys and values of its own, itself and the layers that attend to these."""
-        owners = [(layer.layer, layer.layer if layer.keys_of is None else layer.keys_of) for layer in self.attending]
-        return {
-            cached.layer: tuple(layer for layer, owner in owners if owner == cached.layer) for cached in self.caching
-        }
-
-    @cached_property
     def alike_in_decode(self) -> tuple[tuple[LayerProgram, int], ...]:
         """One of the layers that read as much in every step, and how many of them there are; none that evicts."""
         kinds: dict[object, list[LayerProgram]] = {}

@@ -60,7 +60,6 @@ class DecodeState:
         on_choice: what to do right behind every choice.
         scratch: float32 memory of the host for the scores of one filter layer after another; its size bounds them.
         carried: makers of what roles carry from step to step, by layer.
-        readers: by layer with keys and values of its own, itself and the layers that attend to these.
 
     Raises:
         UsageError: a segment is chosen for across ranks and there is no `gather`.
@@ -73,7 +72,6 @@ class DecodeState:
         on_choice: OnChoice | None = None,
         scratch: torch.Tensor | None = None,
         carried: Mapping[int, NewCarried] | None = None,
-        readers: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
         if gather is None and any(segment.across_ranks for segment in segments):
             raise UsageError(
@@ -84,7 +82,6 @@ class DecodeState:
         self.scratch = scratch
         self._on_choice = on_choice
         self._new_carried = carried or {}
-        self._readers = readers or {}
         self._segments = tuple(segments)
         self._numbers = {segment.filter: number for number, segment in enumerate(segments)}
         self._tables: dict[torch.device, Budgets] = {}
@@ -181,14 +178,10 @@ class DecodeState:
         carried = {layer: tensor.clone() for layer, tensor in self.carried.items()}
         return Remembered(dict(self._observed), carried)
 
-    def restore(self, cached: int, before: Remembered) -> None:
-        """Puts back the queries of a layer with keys of its own, and of the layers that read them."""
-        for layer in self._readers.get(cached, (cached,)):
-            self._observed.pop(layer, None)
-            if layer in before.observed:
-                self._observed[layer] = before.observed[layer]
-            if layer in before.carried:
-                self.carried[layer].copy_(before.carried[layer])
+    def restore(self, before: Remembered) -> None:
+        self._observed = dict(before.observed)
+        for layer, tensor in before.carried.items():
+            self.carried[layer].copy_(tensor)  # in place, where captured steps have it
 
     def choose(self, segment: SegmentProgram, selection: Selection | None) -> None:
         """Records what a filter layer chose in this step; None is everything in every row."""

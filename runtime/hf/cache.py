@@ -68,13 +68,15 @@ class CacheProgress:
 
     def undo(self, layers: Sequence[SparseLayer]) -> None:
         """Takes back what a pass that did not end has left in these layers."""
-        cached, before = self._before or ({}, Remembered({}, {}))
+        if self._before is None:
+            return
+        cached, before = self._before
+        self.state.restore(before)
         for layer in layers:
             if layer.layer in cached:
                 lengths, padding = cached[layer.layer]
                 layer.store.truncate(lengths)  # may refuse, now and the next time
                 layer.padding = padding
-                self.state.restore(layer.layer, before)
                 del cached[layer.layer]
 
     def begin(self, layers: Sequence[SparseLayer]) -> None:

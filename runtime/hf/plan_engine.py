@@ -100,7 +100,7 @@ class PlanEngine(Engine):
         return FixedRows(frozenset(self.program.evicting), self.placement.layers)
 
     def new_state(self) -> DecodeState:
-        return DecodeState(self.program.segments, carried=self.program.carried, readers=self.program.readers)
+        return DecodeState(self.program.segments, carried=self.program.carried)
 
     def executors(self) -> Sequence[Executor]:
         if not can_capture(self.device, self.decode_backend):
