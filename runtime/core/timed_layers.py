@@ -215,7 +215,7 @@ class TimedLayers(ABC):
 
     def compile(self) -> None:
         """Runs every size at a short, a middle and the longest context."""
-        phases = []
+        phases: list[tuple[Gain, list[int], list[int]]] = []
         if (layer := self._typical) is not None and self.place.computed:
             phases.append((partial(self.prefill_gain, layer), *self._prefill_sizes))
         if self.program.sparse:
