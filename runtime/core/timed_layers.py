@@ -39,7 +39,7 @@ from sparsekv.plans.errors import SparseKVError
 from sparsekv.plans.files import content_digest, executed_digest, read_text, write_bytes
 from sparsekv.plans.patterns import Pattern, VerticalSlash, mandatory_density, tokens
 from sparsekv.plans.schema import LayerCounts, Plan, to_data
-from sparsekv.runtime.core.pays import Pays, Thresholds, contexts, measure, parse
+from sparsekv.runtime.core.pays import Gain, Pays, Thresholds, contexts, measure, parse
 from sparsekv.runtime.core.program import LayerProgram, Program
 
 Launch = Callable[[], object]
