@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.scores import scaled_scores
+from sparsekv.kernels.scores import scaled_scores, token_scores
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.planner.decode_search import anchor_layers
 from sparsekv.planner.evaluation import PlanMode
@@ -161,10 +161,9 @@ class ExactTopK:
         count = self.budget.resolve(length)
         if self.sink + count + self.recent >= length:
             return None
-        q_BGND = call.q_BHSD.unflatten(1, (call.k_BGKD.shape[1], -1))[:, :, :, 0]
-        scores_BgS = scaled_scores(q_BGND, call.k_BGKD, call.scale).softmax(-1).amax(2)
-        if self.heads == "max":
-            scores_BgS = scores_BgS.amax(1, keepdim=True)
+        one_1 = torch.ones(1, device=call.q_BHSD.device)
+        newest_11 = one_1[None].long() * (length - 1)
+        scores_BgS = token_scores(call.q_BHSD, call.k_BGKD, newest_11, one_1, scale=call.scale, heads=self.heads)
         best_BgK = scores_BgS[..., self.sink : length - self.recent].topk(count).indices + self.sink
         seen_BgS = torch.zeros_like(scores_BgS, dtype=torch.bool).scatter_(-1, best_BgK, True)
         seen_BgS[..., : self.sink] = seen_BgS[..., length - self.recent :] = True

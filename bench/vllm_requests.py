@@ -196,7 +196,7 @@ def _write_hand_plan(folder: Path, longest: int) -> Path:
         for layer in group.layers
     )
     prefill = PrefillPlan(tile=TileShape(query=64, key=64), lengths=(PrefillBucket(up_to=None, heads=heads),))
-    decode = HandDecode(filters=FILTERS).plan(info, longest)[0].decode
+    decode = HandDecode(filters=FILTERS).plans(info, longest)[0]["last"].decode
     plan = Plan(status="unverified", model=info, prefill=prefill, decode=decode)
     write_plan(dense_up_to(plan, 512), folder / "sparsekv.yaml")
     return folder / "sparsekv.yaml"

@@ -246,8 +246,7 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
         kv_dtype=flags.kv_dtype,
     )
     hand = DecodeByHand(flags.budget or fraction(CHOSEN_SHARE), offload=flags.offload is not None)
-    plan, words = (used, "given") if used else hand.plan(info, max(lengths))
-    plans = {"plan" if used else "last": plan}
+    plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(lengths))
     check_decode(info, plans, bench)
     if flags.offload is not None:
         check_offload(plans)
@@ -410,8 +409,8 @@ def _plan_by_hand(flags: ServeFlags, info: ModelInfo, lengths: Sequence[int], lo
     shares = flags.density or tuple(map(density_for, lengths))
     plan, words = (dummy_plan if flags.random_weights else hand_plan)(info, lengths, shares, TileShape())
     if flags.budget is not None:
-        by_hand, chosen = DecodeByHand(flags.budget).plan(info, longest)
-        plan, words = plan.model_copy(update={"decode": by_hand.decode}), f"{words}; {chosen}"
+        plans, chosen = DecodeByHand(flags.budget).plans(info, longest)
+        plan, words = plan.model_copy(update={"decode": plans["last"].decode}), f"{words}; {chosen}"
     plan, words = dense_up_to(plan, _CROSSOVER), f"{words}, dense up to {_CROSSOVER}"
     if flags.keep is not None:
         rules, kept = kept_by_hand(info, flags.keep, _GENERATED)

@@ -1,4 +1,7 @@
-"""Scores of keys by which tokens are evicted: the mean attention over the last queries and over the query heads of a KV
+"""Scores of keys: the attention that a window of queries pays to each.
+
+A filter layer chooses by it (OmniKV, section 3.2): softmax over the keys for each query of the window, maximum over
+heads, weighted sum over the window. Eviction chooses by the mean over the last queries and over the query heads of a KV
 head, summed over neighbouring keys, as single keys of a phrase stand out by chance (SnapKV, 2024, section 4; PyramidKV,
 2024).
 
@@ -7,11 +10,16 @@ Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, W window
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 import torch
 from torch.nn.functional import avg_pool1d
 
 from sparsekv.kernels.keys import PLAIN, Softmax, capped_
 from sparsekv.kernels.topk import blocks
+
+HeadReduction = Literal["max", "per_kv_head"]
 
 
 def scaled_scores(q_BGND: torch.Tensor, k_BGSD: torch.Tensor, scale: float, cap: float = 0.0) -> torch.Tensor:
@@ -23,6 +31,55 @@ def scaled_scores(q_BGND: torch.Tensor, k_BGSD: torch.Tensor, scale: float, cap:
     else:
         scores_XNS = torch.bmm(q_XND.float(), kt_XDS.float())
     return capped_(scores_XNS.mul_(scale), cap).view(batch, groups, rows, k_BGSD.shape[2])
+
+
+def token_scores(
+    q_BHWD: torch.Tensor,
+    k_BGSD: torch.Tensor,
+    positions_BW: torch.Tensor,
+    weights_W: torch.Tensor,
+    *,
+    scale: float,
+    softmax: Softmax = PLAIN,
+    heads: HeadReduction = "max",
+    reduce_max: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Attention of a window of queries to every key, float32.
+
+    Args:
+        k_BGSD: all keys up to the last position of the window, or more; the first one is finite, what no query sees may
+            hold anything.
+        positions_BW: token position of each query; it sees the keys up to its own position, and one of a negative
+            position does not count.
+        heads: "max" reduces all query heads to one row, "per_kv_head" the query heads of each KV head to one row.
+        reduce_max: with "max", takes the maximum over heads that are elsewhere as well, [B, 1, W, S] to [B, 1, W, S].
+
+    Returns:
+        [B, 1, S] or [B, G, S].
+    """
+    batch, groups, keys, _ = k_BGSD.shape
+    window, per_group = q_BHWD.shape[2], q_BHWD.shape[1] // groups
+    q_BGND = torch.unflatten(q_BHWD, 1, (groups, per_group)).flatten(2, 3)
+    # A query that does not count sees the first key: its softmax stays finite whatever memory holds beyond a row.
+    hidden_BWS = torch.arange(keys, device=q_BHWD.device) > positions_BW.clamp(min=0)[..., None]
+    weights_BW1 = (weights_W * (positions_BW >= 0))[..., None]
+    best_BWS: torch.Tensor | None = None
+    rows: list[torch.Tensor] = []
+    for part in blocks(groups, batch * per_group * window * keys):
+        scores_BGNS = scaled_scores(q_BGND[:, part], k_BGSD[:, part], scale, softmax.cap)
+        scores_BGNWS = torch.unflatten(scores_BGNS, 2, (per_group, window))
+        scores_BHWS = scores_BGNWS.masked_fill_(hidden_BWS[:, None, None], -torch.inf).flatten(1, 2)
+        heads_of_part = slice(part.start * per_group, part.stop * per_group)
+        weights_BGNWS = softmax.weights(scores_BHWS, heads_of_part).unflatten(1, (-1, per_group))
+        if heads == "per_kv_head":  # summed here: the windows of all heads together would be as large as the scores
+            rows.append((weights_BGNWS.amax(2) * weights_BW1[:, None]).sum(-2))
+        else:
+            top_BWS = weights_BGNWS.amax((1, 2))
+            best_BWS = top_BWS if best_BWS is None else torch.maximum(best_BWS, top_BWS)
+    if best_BWS is None:
+        return torch.cat(rows, 1)
+    best_B1WS = best_BWS[:, None] if reduce_max is None else reduce_max(best_BWS[:, None])
+    return (best_B1WS * weights_BW1[:, None]).sum(-2)
 
 
 NEIGHBOURS = 2  # keys on either side whose attention counts for a key

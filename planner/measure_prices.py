@@ -367,7 +367,7 @@ def copies_to_read_cold(read_bytes: int, cache_bytes: int) -> int:
 
 def _segment(count: int, heads: int) -> SegmentProgram:
     part = Segment(filter=0, layers=(1,), budget=DecodeBudget(tokens=count), sink=0, recent=2)
-    return SegmentProgram(0, part.sink, part.recent, False, (), (part,), heads, 1)
+    return SegmentProgram(0, part.sink, part.recent, "last", 1, "max", False, (), (part,), heads, 1)
 
 
 def _product(x_TE: torch.Tensor, weight_FE: torch.Tensor) -> torch.Tensor:

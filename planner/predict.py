@@ -232,9 +232,10 @@ def _whole_step(profile: Profile, length: int, plan: DecodePlan, cost: Prices, s
 
 
 def _can_draft(plan: DecodePlan, model: ModelInfo) -> bool:
-    chooses = any(bucket.segments for bucket in plan.lengths)
+    segments = [segment for bucket in plan.lengths for segment in bucket.segments]
+    by_newest = bool(segments) and all(one.selector == "last" or one.window == 1 for one in segments)
     recurs = any(group.kind == "linear" for group in model.attention)
-    return chooses and not recurs and not plan.offload and model.rope.get("rope_type") != "longrope"
+    return by_newest and not recurs and not plan.offload and model.rope.get("rope_type") != "longrope"
 
 
 def dense_step_us(cost: Prices, length: int, model: ModelInfo, without: Collection[int] = frozenset[int]()) -> float:

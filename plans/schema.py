@@ -27,7 +27,6 @@ from sparsekv.plans.types import (
     Positive,
     Share,
     Text,
-    format_ids,
     format_length,
     in_order,
     rounded,
@@ -254,16 +253,11 @@ def to_data(part: BaseModel) -> dict[str, Any]:
 
 def unsupported(plan: Plan) -> list[str]:
     """The fields of a valid plan that this version cannot execute, a line each."""
-    refused = [
+    return [
         f"targets[{number}].tensor_parallel: {target.tensor_parallel} ranks; only 1 is executed"
         for number, target in enumerate(plan.targets)
         if target.tensor_parallel > 1
     ]
-    segments = chain.from_iterable(bucket.segments for bucket in plan.decode.lengths) if plan.decode else ()
-    if older := {part.filter for part in segments if part.selector != "last" and part.window > 1}:
-        layers = format_ids(sorted(older))
-        refused.append(f"filter layers {layers} choose by more than the newest query; only `last` is executed")
-    return refused
 
 
 def check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool = False, option: str = "") -> list[str]:

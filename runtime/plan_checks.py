@@ -27,6 +27,7 @@ class Host:
     """The abilities of a host, as far as hosts differ."""
 
     name: str = "transformers"
+    older_queries: bool = True  # filter layers may choose by more than the newest query
     windows: bool = True  # layers with a sliding window may prefill sparse
     evicts: bool = True
     mixed_caches: bool = True  # they may beside layers whose caches have another shape
@@ -61,8 +62,11 @@ def _beyond(plan: Plan, model: ModelInfo, host: Host) -> Iterator[str]:
     sliding = {layer for group in model.attention if group.kind == "sliding" for layer in group.layers}
     sparse = {group.layer for bucket in (plan.prefill.lengths if plan.prefill else ()) for group in bucket.heads}
     segments = segments_of(plan)
+    looking_back = {segment.filter for segment in segments if segment.selector != "last" and segment.window > 1}
     evicting = format_ids(plan.evicting)
     sentences = {
+        f"filter layers {format_ids(sorted(looking_back))} that choose by more than the newest query, which "
+        f"{host.name} does not keep: plan with the selector `last`": looking_back and not host.older_queries,
         f"prefill patterns in layers with a sliding window ({format_ids(sorted(sliding & sparse))}), behind which "
         f"{host.name} frees the keys: leave these dense": sliding & sparse and not host.windows,
         f"layers {evicting} that evict tokens, which {host.name} cannot: plan without `kv_cache`": plan.evicting

@@ -64,12 +64,16 @@ class PlanMode:
 
     @property
     def prefilled_by(self) -> Hashable:
-        """Modes with equal ones can go on from one prefill; "dense" is that of the unmodified model. A layer that
-        evicts tokens has the queries that it looks at from its own prefill alone.
+        """Modes with equal ones can go on from one prefill; "dense" is that of the unmodified model.
+
+        A selector that looks at older queries than the newest has them from its own prefill alone; so has a layer that
+        evicts tokens.
         """
         if self.phase != "decode":
             return id(self.plan), self.backend, self.stored
-        if self.plan.evicting:
+        buckets = self.plan.decode.lengths if self.plan.decode else ()
+        newest_alone = all(segment.selector == "last" for bucket in buckets for segment in bucket.segments)
+        if not newest_alone or self.plan.evicting:
             return id(self)
         return DENSE if self.stored == "auto" else (DENSE, self.stored)
 

@@ -101,6 +101,14 @@ class Program:
         return tuple(layer for layer in self.attending if layer.keys_of is None)
 
     @cached_property
+    def readers(self) -> dict[int, tuple[int, ...]]:
+        """By layer with keys and values of its own, itself and the layers that attend to these."""
+        owners = [(layer.layer, layer.layer if layer.keys_of is None else layer.keys_of) for layer in self.attending]
+        return {
+            cached.layer: tuple(layer for layer, owner in owners if owner == cached.layer) for cached in self.caching
+        }
+
+    @cached_property
     def alike_in_decode(self) -> tuple[tuple[LayerProgram, int], ...]:
         """One of the layers that read as much in every step, and how many of them there are; none that evicts."""
         kinds: dict[object, list[LayerProgram]] = {}
@@ -137,6 +145,11 @@ class Program:
     def prefilling(self) -> tuple[LayerProgram, ...]:
         """The layers with a sparse prefill at some length, of which none evicts."""
         return tuple(layer for layer in self.layers if any(layer.patterns) and layer.role.evicts is None)
+
+    @property
+    def remembers(self) -> tuple[int, ...]:
+        """The layers whose steps need queries of earlier ones, and of a prompt."""
+        return tuple(layer.layer for layer in self.layers if layer.role.remembers)
 
     @cached_property
     def carried(self) -> dict[int, NewCarried]:
@@ -235,6 +248,9 @@ def _segment(
         filter=segment.filter,
         sink=segment.sink,
         recent=segment.recent,
+        selector=segment.selector,
+        queries=1 if segment.selector == "last" else segment.window,
+        heads="per_kv_head" if own_heads else "max",
         across_ranks=rank.count > 1 and segment.scope == "global" and not own_heads,
         bounds=bounds,
         buckets=buckets,

@@ -54,6 +54,11 @@ class Role:
         return True
 
     @property
+    def remembers(self) -> bool:
+        """Whether its steps need queries of earlier ones, and of a prompt."""
+        return False
+
+    @property
     def filters(self) -> SegmentProgram | None:
         """The segment that it chooses for."""
         return None
@@ -212,6 +217,14 @@ class Filter(_InSegment):
     itself: Follower | None = None  # how it attends to its own choice; None where it attends to everything
 
     @property
+    def capturable(self) -> bool:
+        return not self.remembers
+
+    @property
+    def remembers(self) -> bool:
+        return self.segment.queries > 1
+
+    @property
     def filters(self) -> SegmentProgram:
         return self.segment
 
@@ -222,7 +235,11 @@ class Filter(_InSegment):
     def reads(self, lengths: Sequence[int]) -> list[int]:
         return list(lengths) if self.itself is None else _attended(self.segment, lengths, scores=True)
 
+    def observe(self, layer: int, new: Observed, state: DecodeState) -> None:
+        state.remember(self.segment, new.q_BHWD)
+
     def step(self, step: Step) -> torch.Tensor:
+        step.state.remember_step(self.segment, step.q_BHQD)
         if step.verifies:
             return step.attend_all()
         if self.itself is not None:
@@ -232,8 +249,8 @@ class Filter(_InSegment):
         if self._chooses_nothing(step.state):
             return step.attend(keys, window=None)[0]
         scoring = scoring_for(self.segment, keys, step.state, step.backend)
-        out_BHQD, scores_gT = step.attend(keys, window=None, scoring=scoring)
-        assert scores_gT is not None, "they were asked for"
+        in_passing = scoring if self.segment.queries == 1 else None
+        out_BHQD, scores_gT = step.attend(keys, window=None, scoring=in_passing)
         choose_tokens(self.segment, step, keys, scoring, scores_gT)
         return out_BHQD
 
@@ -242,8 +259,9 @@ class Filter(_InSegment):
         if self._chooses_nothing(step.state):
             return
         keys = step.source.view(step.lengths_B)
-        scoring = scoring_for(self.segment, keys, step.state, step.backend)
-        scores_gT = decode_scores(step.q_BHQD, keys, scoring, scale=step.scale, backend=step.backend)
+        scoring, scores_gT = scoring_for(self.segment, keys, step.state, step.backend), None
+        if self.segment.queries == 1:
+            scores_gT = decode_scores(step.q_BHQD, keys, scoring, scale=step.scale, backend=step.backend)
         choose_tokens(self.segment, step, keys, scoring, scores_gT)
 
     def _chooses_nothing(self, state: DecodeState) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -24,6 +25,9 @@ class SegmentProgram:
     filter: int
     sink: int
     recent: int
+    selector: Literal["last", "uniform", "exponential"]
+    queries: int  # of the newest ones, how many the selector looks at
+    heads: Literal["max", "per_kv_head"]
     across_ranks: bool  # the heads of all ranks choose together
     bounds: tuple[int, ...]  # the longest length of every bucket but the last
     buckets: tuple[Segment | None, ...]  # the segment of every bucket; None attends to everything

@@ -1,10 +1,11 @@
 """Decides which tokens the layers of a segment attend to: the filter layer's choice (OmniKV, ICLR 2025, context
 selector); and which tokens of a complete prompt a layer evicts: those with the lowest scores, by the plan's `score`.
 
-Softmax over the keys for the newest query, maximum over heads, top-k among the tokens between sinks and recent ones.
+Softmax over the keys for each query of an observation window, maximum over heads, weighted sum over the window, top-k
+among the tokens between sinks and recent ones.
 
-Shapes: B batch, H query heads, G KV heads, S keys, W observed queries, T scored tokens of all rows, D head size, K
-tokens that stay cached; g is 1 (`heads: max`) or G.
+Shapes: B batch, H query heads, G KV heads, S keys, W window queries, T scored tokens of all rows, D head size, K tokens
+that stay cached; g is 1 (`heads: max`) or G.
 """
 
 from __future__ import annotations
@@ -17,12 +18,23 @@ import torch
 from sparsekv.kernels.decode.selection import Scoring, Selection, choose
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.methods import EvictionScore, Layer, method_of
-from sparsekv.kernels.scores import observed_attention
+from sparsekv.kernels.scores import observed_attention, token_scores
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.phases import Eviction
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState, Observed, Step
+
+
+def selector_weights(selector: str, queries: int) -> tuple[float, ...]:
+    """Weight of each query of the window, oldest first; only their ratios matter. `last` takes the newest alone,
+    `uniform` all alike, `exponential` halves from one to the next older (the paper's three selectors)."""
+    ages = range(queries - 1, -1, -1)
+    if selector == "last":
+        return tuple(float(age == 0) for age in ages)
+    if selector == "uniform":
+        return tuple(1.0 / queries for _ in ages)
+    return tuple(2.0**-age for age in ages)
 
 
 def scoring_for(segment: SegmentProgram, keys: KeyView, state: DecodeState, backend: str) -> Scoring:
@@ -33,10 +45,17 @@ def scoring_for(segment: SegmentProgram, keys: KeyView, state: DecodeState, back
 
 
 def choose_tokens(
-    segment: SegmentProgram, step: Step, keys: KeyView, scoring: Scoring, scores_gT: torch.Tensor
+    segment: SegmentProgram, step: Step, keys: KeyView, scoring: Scoring, scores_gT: torch.Tensor | None
 ) -> None:
-    """The choice of a filter layer for its segment, recorded in the state; `scoring` says where the scores lie."""
+    """The choice of a filter layer for its segment, recorded in the state, which remembers the new queries.
+
+    Args:
+        scoring: where the scores lie.
+        scores_gT: those of the new queries; None where the selector looks at older ones too: computed here.
+    """
     state, backend = step.state, step.backend
+    if scores_gT is None:
+        scores_gT = _window_scores(segment, state.queries(segment, step.q_BHQD), keys, state, scoring, step.scale)
     counts_B = state.budget(segment, backend)[0].to(keys.k.device)
     best = partial(
         choose,
@@ -51,7 +70,7 @@ def choose_tokens(
         backend=backend,
     )
     chosen_BgN = best()
-    if segment.across_ranks:
+    if segment.across_ranks and segment.queries == 1:
         _merge_ranks(scores_gT, scoring.starts_B, chosen_BgN, state)
         chosen_BgN = best()
     state.choose(segment, Selection(chosen_BgN, counts_B, segment.sink, segment.recent))
@@ -70,6 +89,31 @@ def _merge_ranks(scores_1T: torch.Tensor, starts_B: torch.Tensor, own_B1N: torch
     at_X, score_X = state.gather(own_2BN).transpose(0, 1).flatten(1)
     scores_1T.zero_()
     scores_1T[0].scatter_reduce_(0, at_X.view(torch.int32).long(), score_X, "amax")
+
+
+def _window_scores(
+    segment: SegmentProgram, q_BHWD: torch.Tensor, keys: KeyView, state: DecodeState, scoring: Scoring, scale: float
+) -> torch.Tensor:
+    """[g, T], float32: weighted over the newest queries, whose keys are read again."""
+    queries, device, gather = q_BHWD.shape[2], q_BHWD.device, state.gather
+    longest = max(state.lengths) if state.lengths else keys.capacity
+    ages_W = state.constant(tuple(range(-queries, 0)), device, torch.int32)
+    scores_BgS = token_scores(
+        q_BHWD,
+        keys.contiguous_keys(longest),
+        keys.lengths_B[:, None] + ages_W,
+        state.constant(selector_weights(segment.selector, queries), device, torch.float32),
+        scale=scale,
+        softmax=keys.softmax,
+        heads="max" if segment.heads == "max" else "per_kv_head",
+        reduce_max=None if gather is None or not segment.across_ranks else lambda x: gather(x).amax(0),
+    )
+    j_S = torch.arange(longest, device=device)
+    scored_BS = (j_S < keys.lengths_B[:, None]) & (scoring.starts_B >= 0)[:, None]
+    at_BS = torch.where(scored_BS, scoring.starts_B[:, None] + j_S, scoring.tokens)  # the last place is cut off
+    scores_gT = scores_BgS.new_empty((scoring.lists, scoring.tokens + 1))
+    scores_gT[:, at_BS.flatten()] = scores_BgS.transpose(0, 1).flatten(1)
+    return scores_gT[:, : scoring.tokens]
 
 
 def selected_for(

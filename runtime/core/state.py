@@ -1,13 +1,14 @@
-"""The state that layers of a decode step share: lengths, budgets, choices; and the step of one of them.
+"""The state that layers of a decode step share: lengths, budgets, choices, the newest queries of filter layers; and
+the step of one of them.
 
-Shapes: B batch, H query heads, Q new tokens of a row, W observed queries, D head size; F filter layers.
+Shapes: B batch, H query heads, S queries, Q new tokens of a row, W queries of a selector, D head size; F filter layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -44,9 +45,14 @@ class Observed:
         return replace(self, q_BHWD=q_BHWD[:, :, -most:])
 
 
-class Remembered(NamedTuple):
-    """By layer, the newest queries of a prompt, never written to in place, and copies of what roles carry."""
+Kept = TypeVar("Kept")
 
+
+class Remembered(NamedTuple):
+    """By layer, the newest queries [B, H, W, D] and those of a prompt, neither ever written to in place; copies of what
+    roles carry."""
+
+    queries: dict[int, torch.Tensor]
     observed: dict[int, Observed]
     carried: dict[int, torch.Tensor]
 
@@ -60,6 +66,7 @@ class DecodeState:
         on_choice: what to do right behind every choice.
         scratch: float32 memory of the host for the scores of one filter layer after another; its size bounds them.
         carried: makers of what roles carry from step to step, by layer.
+        readers: by layer with keys and values of its own, itself and the layers that attend to these.
 
     Raises:
         UsageError: a segment is chosen for across ranks and there is no `gather`.
@@ -72,6 +79,7 @@ class DecodeState:
         on_choice: OnChoice | None = None,
         scratch: torch.Tensor | None = None,
         carried: Mapping[int, NewCarried] | None = None,
+        readers: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
         if gather is None and any(segment.across_ranks for segment in segments):
             raise UsageError(
@@ -82,6 +90,7 @@ class DecodeState:
         self.scratch = scratch
         self._on_choice = on_choice
         self._new_carried = carried or {}
+        self._readers = readers or {}
         self._segments = tuple(segments)
         self._numbers = {segment.filter: number for number, segment in enumerate(segments)}
         self._tables: dict[torch.device, Budgets] = {}
@@ -96,6 +105,8 @@ class DecodeState:
         self._selected: dict[int, Selection | None] = {}
         self._moved: dict[tuple[int, torch.device], Selection] = {}  # to the devices of other layers
         self._slots: dict[tuple[int, torch.device], SlotMap] = {}
+        self._remembered: set[int] = set()
+        self._queries: dict[int, torch.Tensor] = {}
         self.carried: dict[int, torch.Tensor] = {}  # what the role of a layer carries from step to step
         self._observed: dict[int, Observed] = {}  # of the prompt under way, of evicting layers
 
@@ -106,6 +117,7 @@ class DecodeState:
         self.lengths = None if isinstance(lengths, torch.Tensor) else tuple(lengths)
         self._selected.clear()
         self._moved.clear()
+        self._remembered.clear()
         self._budgets_2FB = self._choosing_FB = None
         for layer, make in self._new_carried.items():
             if layer not in self.carried and (made := make(device)) is not None:
@@ -164,6 +176,25 @@ class DecodeState:
         return self._lengths_B
 
     @torch.inference_mode(False)
+    def remember(self, segment: SegmentProgram, q_BHSD: torch.Tensor) -> None:
+        """Remembers the newest queries of a filter layer whose selector looks at several; called for every token."""
+        if (count := segment.queries) == 1:
+            return
+        batch, heads, new, size = q_BHSD.shape
+        newest_BHWD = q_BHSD[:, :, -count:].detach().clone()  # leaving inference mode turns autograd on
+        if new < count:
+            older = self._queries.get(segment.filter)
+            older_BHWD = q_BHSD.new_zeros((batch, heads, count, size)) if older is None else older
+            newest_BHWD = torch.cat((older_BHWD[:, :, new:], newest_BHWD), 2)
+        self._queries[segment.filter] = newest_BHWD
+
+    def remember_step(self, segment: SegmentProgram, q_BH1D: torch.Tensor) -> None:
+        """`remember` of the step under way, once: another backend may begin the layer again."""
+        if segment.filter not in self._remembered:
+            self._remembered.add(segment.filter)
+            self.remember(segment, q_BH1D)
+
+    @torch.inference_mode(False)
     def observe(self, layer: int, new: Observed, most: int) -> None:
         """Remembers at most so many of the newest queries of a prompt in an evicting layer."""
         newest = Observed(new.q_BHWD[:, :, -most:].detach().clone(), new.scale, new.softmax)
@@ -176,12 +207,29 @@ class DecodeState:
     @property
     def remembered(self) -> Remembered:
         carried = {layer: tensor.clone() for layer, tensor in self.carried.items()}
-        return Remembered(dict(self._observed), carried)
+        return Remembered(dict(self._queries), dict(self._observed), carried)
 
-    def restore(self, before: Remembered) -> None:
-        self._observed = dict(before.observed)
-        for layer, tensor in before.carried.items():
-            self.carried[layer].copy_(tensor)  # in place, where captured steps have it
+    @remembered.setter
+    def remembered(self, before: Remembered) -> None:
+        self._queries, self._observed, self.carried = dict(before.queries), dict(before.observed), dict(before.carried)
+
+    def restore(self, cached: int, before: Remembered) -> None:
+        """Puts back the queries of a layer with keys of its own, and of the layers that read them."""
+        for layer in self._readers.get(cached, (cached,)):
+            _put_back(self._queries, before.queries, layer)
+            _put_back(self._observed, before.observed, layer)
+            if layer in before.carried:
+                self.carried[layer].copy_(before.carried[layer])
+
+    def select(self, cached: int, rows_B: torch.Tensor) -> None:
+        """Row i becomes a copy of row `rows_B[i]`, for a layer with keys of its own and those that read them."""
+        for layer in self._queries.keys() & {*self._readers.get(cached, (cached,))}:
+            queries_BHWD = self._queries[layer]
+            self._queries[layer] = queries_BHWD.index_select(0, rows_B.to(queries_BHWD.device))
+
+    def queries(self, segment: SegmentProgram, q_BH1D: torch.Tensor) -> torch.Tensor:
+        """[B, H, W, D]: the newest queries of a filter layer, zeros before the first token."""
+        return self._queries.get(segment.filter, q_BH1D)
 
     def choose(self, segment: SegmentProgram, selection: Selection | None) -> None:
         """Records what a filter layer chose in this step; None is everything in every row."""
@@ -207,6 +255,12 @@ class DecodeState:
     def slots(self, choice: int, device: torch.device) -> SlotMap:
         """The slots that layers on the device with the very same choice share; see `Follower.slots_key`."""
         return self._slots.setdefault((choice, device), SlotMap())
+
+
+def _put_back(now: dict[int, Kept], then: dict[int, Kept], layer: int) -> None:
+    now.pop(layer, None)
+    if layer in then:
+        now[layer] = then[layer]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

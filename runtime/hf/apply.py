@@ -187,7 +187,7 @@ class Handle:
                 place, which is taken over.
 
         Raises:
-            UnsupportedError: the plan evicts tokens, by the queries of a prompt.
+            UnsupportedError: a selector of the plan looks at older queries than the newest.
             UsageError: the handle is closed or suspended, or these are not the layers of the model.
         """
         check_owner_open(self._engine)
@@ -384,10 +384,10 @@ def check_kv_dtype(kv_dtype: object, backend: str, device: torch.device) -> bool
 
 
 def host_of(model: PreTrainedModel, exact: bool) -> Host:
-    """Drafts cannot be taken back where rotary angles change."""
+    """Drafts would leave older queries behind, and cannot be taken back where rotary angles change."""
     switch = rope_switch(config_of(model)) if exact else 0
     changes = f"exact output where rotary angles are others from {switch + 1} tokens on: leave exact out"
-    return Host(drafts=exact, obstacles=(changes,) if switch else ())
+    return Host(older_queries=not exact, drafts=exact, obstacles=(changes,) if switch else ())
 
 
 def check_type(kind: type | UnionType, expected: str, **arguments: object) -> None:
@@ -398,6 +398,11 @@ def check_type(kind: type | UnionType, expected: str, **arguments: object) -> No
 
 def check_handed_over(program: Program) -> None:
     """Refuses a program that needs queries of a prompt that was prefilled elsewhere."""
+    if program.remembers:
+        raise UnsupportedError(
+            f"expected a plan whose selectors look at the newest query alone, found older ones in filter layer "
+            f"{program.remembers[0]}; prefill the prompt under this handle"
+        )
     if program.evicting:
         raise UnsupportedError(
             f"expected a plan that evicts nothing, found one that does in layers {format_ids(program.evicting)}; "

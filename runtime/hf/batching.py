@@ -281,7 +281,7 @@ def _check(engine: PlanEngine, attached: Attachment) -> None:
     }
     obstacles = tuple(sentence for sentence, holds in sentences.items() if holds)
     way_out = "Call generate, or run many requests by this plan in vLLM (docs/vllm.md)."
-    able = Host("continuous batching", windows=False, evicts=False, obstacles=obstacles)
+    able = Host("continuous batching", older_queries=False, windows=False, evicts=False, obstacles=obstacles)
     refuse(engine.plan, info, replace(able, way_out=way_out))
     if engine.placement.layers:
         warnings.warn(

@@ -68,15 +68,13 @@ class CacheProgress:
 
     def undo(self, layers: Sequence[SparseLayer]) -> None:
         """Takes back what a pass that did not end has left in these layers."""
-        if self._before is None:
-            return
-        cached, before = self._before
-        self.state.restore(before)
+        cached, before = self._before or ({}, Remembered({}, {}, {}))
         for layer in layers:
             if layer.layer in cached:
                 lengths, padding = cached[layer.layer]
                 layer.store.truncate(lengths)  # may refuse, now and the next time
                 layer.padding = padding
+                self.state.restore(layer.layer, before)
                 del cached[layer.layer]
 
     def begin(self, layers: Sequence[SparseLayer]) -> None:
@@ -259,6 +257,7 @@ class SparseLayer(CacheLayerMixin):
         store.select(rows_B.tolist())
         self.set_columns(columns)
         self.picked += 1
+        self.state.select(self.layer, rows_B)
 
     def set_columns(self, columns: int) -> None:
         self.padding = columns - max(self.store.lengths, default=0)

@@ -261,8 +261,9 @@ class StepGraphs:
         ids = inputs.get("input_ids")
         if ids is None or inputs.get("inputs_embeds") is not None or asks_for_more(decoder, inputs):
             return "more is asked of the model than the next token of token ids"
-        if waits := [layer.layer for layer in program.sparse if not layer.role.capturable]:
-            return f"the decode method of layer {waits[0]} cannot be captured"
+        waits = [layer.layer for layer in program.sparse if not layer.role.capturable]
+        if waits := [*waits, *self._programs[Phase.DECODE].remembers]:  # dense steps remember queries as well
+            return f"layer {waits[0]} looks at older queries, which are copied from step to step"
         if ids.shape[0] > MOST_ROWS:
             return f"expected at most {MOST_ROWS} rows, found {ids.shape[0]}"
         if cast(Any, decoder).config.num_hidden_layers != len(program.layers):

@@ -1,8 +1,8 @@
 """Bytes of device and host memory that a run takes, part by part, before it runs, and the longest prompt that fits.
 
 Weights and the stores of keys and values to the byte; the largest tensors of a layer that works on a long prompt, times
-one factor that was measured. Arithmetic on shapes alone needs no weights and no GPU. On a CPU there is one memory, the
-host's.
+one factor that was measured, or the scores of a filter layer that looks at several queries. Arithmetic on shapes alone
+needs no weights and no GPU. On a CPU there is one memory, the host's.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from sparsekv.kernels.topk import BLOCK_ELEMENTS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import AttentionGroup, ModelInfo, kv_bytes
 from sparsekv.plans.phases import DecodePlan, Eviction, PrefillPlan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.architecture import Recurrence, architecture_of, recurrence_of
 from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.hf.describe import config_of, takes_one_piece
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, spill_order
@@ -196,7 +198,7 @@ class MemoryModel:
             kv_device=sum(stores[layer].device for layer in stores.keys() - placement.layers) + self._carried,
             hot_set=sum(stores[layer].device for layer in placed),
             kv_host=sum(stores[layer].host for layer in on_host),
-            working=self._pass_bytes(request, on_host),
+            working=max(self._pass_bytes(request, on_host), self._window_bytes(request, on_host)),
             spare=0 if self.on_cpu else SPARE,
         )
 
@@ -320,3 +322,28 @@ class MemoryModel:
         # A prompt in pieces evicts at its end, in all layers.
         waiting = max(evicted, default=0) if request.piece == request.prompt else sum(evicted)
         return copied + waiting + 2 * max(stored.values(), default=0)
+
+    def _window_bytes(self, request: Request, on_host: list[int]) -> int:
+        """Most that a decode step makes in a filter layer that looks at several queries, as kernels/scores.py computes
+        it: scores of some KV heads at a time, beside keys copied from host memory or multiplied out of 8 bits."""
+        sizes = []
+        for segment in self.program.segments:
+            if segment.queries > 1:
+                layer, layout = segment.filter, self._read_layout(segment.filter, request.batch)
+                copied = self._layout(layer, request.batch).bytes(request.tokens) if layer in on_host else 0
+                copied += layout.bytes(request.tokens) // 2 if self.float8 else 0
+                sizes.append(copied + self._score_bytes(segment, request))
+        return max(sizes, default=0)
+
+    def _score_bytes(self, segment: SegmentProgram, request: Request) -> int:
+        group, window, lists = self._groups[segment.filter], segment.queries, segment.lists
+        tokens, queries = request.batch * request.tokens, group.heads // group.kv_heads * window  # of a KV head
+        everything = group.kv_heads * queries * tokens
+        block = min(everything, max(BLOCK_ELEMENTS, queries * tokens))
+        alive = 2 if block == everything else 3  # a block's scores and its softmax, and those of the block before
+        widened = self.on_cpu and self.size.dtype != torch.float32  # the keys of a product
+        copied = 4 if widened else self.size.dtype.itemsize if request.batch > 1 else 0
+        # maxima over heads: so far, of a block, and of both; or those of a block alone, and weighted
+        reduced = 12 * window * tokens if lists == 1 else 8 * (block // queries) * window
+        hidden, chosen = window * tokens, 4 * tokens * (3 * lists + 4)  # a mask; the scores, in order and packed
+        return 4 * alive * block + block // queries * copied * group.head_dim + reduced + hidden + chosen

@@ -51,8 +51,6 @@ class PlanEngine(Engine):
         pays: where chunks and steps are sparse; everywhere else they are dense.
     """
 
-    sees_all = False
-
     def __init__(
         self,
         plan: Plan,
@@ -76,6 +74,7 @@ class PlanEngine(Engine):
         self.graphs: StepGraphs | None = None
         self._told = False
         self.plan, self.program = plan, program
+        self.sees_all = bool(program.remembers)
         self.pays = pays
         self._programs = {Phase.DECODE: program, Phase.CHECK if exact else Phase.DENSE: program.dense_in_decode}
         self.placement = paging.sizes.permitted  # layers in host memory, of caches to come, so that it may change
@@ -100,7 +99,7 @@ class PlanEngine(Engine):
         return FixedRows(frozenset(self.program.evicting), self.placement.layers)
 
     def new_state(self) -> DecodeState:
-        return DecodeState(self.program.segments, carried=self.program.carried)
+        return DecodeState(self.program.segments, carried=self.program.carried, readers=self.program.readers)
 
     def executors(self) -> Sequence[Executor]:
         if not can_capture(self.device, self.decode_backend):

@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import PromptError, ShapeError, UnsupportedError
-from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.core.state import DecodeState, Remembered
 from sparsekv.runtime.hf.attention import Attachment, Pass, Phase
 from sparsekv.runtime.hf.cache import (
     CacheOwner,
@@ -27,6 +27,7 @@ from sparsekv.runtime.hf.cache import (
     SparseLayer,
     attending,
     decoder_output,
+    progress_of,
 )
 from sparsekv.runtime.hf.describe import CACHE_NAME
 from sparsekv.runtime.hf.long_inputs import asks_for_more
@@ -228,7 +229,13 @@ class _RowOwner(CacheOwner):
         return RowStore(store, self._row, self._batch)
 
     def new_state(self) -> DecodeState:
-        return self._whole[0].owner.new_state()  # layers that observe are refused by their stores
+        """With the row of the queries that all rows remember."""
+        first = self._whole[0]
+        state = first.owner.new_state()
+        before = first.state.remembered  # layers that observe are refused by their stores
+        mine = {layer: q_BHWD[self._row : self._row + 1] for layer, q_BHWD in before.queries.items()}
+        state.remembered = before._replace(queries=mine)
+        return state
 
 
 def _cache_of_row(cache: Cache, row: int, batch: int) -> Cache:
@@ -252,9 +259,17 @@ def _cache_of_row(cache: Cache, row: int, batch: int) -> Cache:
 
 def _give_back(cache: Cache, rows: Sequence[Cache], columns: int) -> None:
     """What the rows have learned is of all, once they ran so many columns."""
-    whole = attending(cache)
+    progress, whole = progress_of(cache), attending(cache)
     for layer, *mine in zip(whole, *(row.layers for row in rows), strict=True):
         layer.is_initialized = True
         layer.dtype = next(entry.dtype for entry in mine if entry.dtype is not None)
         layer.needs_grad |= any(entry.needs_grad for entry in mine)
+    remembered = [progress_of(row).state.remembered.queries for row in rows]
+    first = next(filter(None, remembered), {})
+    queries = {
+        layer: torch.cat([of_row.get(layer, torch.zeros_like(q_1HWD)) for of_row in remembered])
+        for layer, q_1HWD in first.items()
+    }
+    progress.state.remembered = Remembered(queries, {}, progress.state.carried)
+    for layer in whole:
         layer.set_columns(layer.get_seq_length() + columns)

@@ -114,7 +114,8 @@ class ModelLayers(TimedLayers):
             return decode(layer, q_BHTD, Resident(keys), state, scale=scale, backend=self.backend)
 
         layers = [replace(kinds[0], role=DENSE), *kinds]
-        dense, sparse = self.step_us(self.timers.replayed([partial(step, layer) for layer in layers], self.device))
+        timer = self.timers.launched if self.program.remembers else self.timers.replayed  # as they run
+        dense, sparse = self.step_us(timer([partial(step, layer) for layer in layers], self.device))
         return dense / sparse
 
     def _tensors(

@@ -142,7 +142,11 @@ def export(model: Any, plan: Plan, program: Program, folder: Path) -> Path:
     """
     way_out = "Run this model in transformers or vLLM, or make another plan."
     obstacles = tuple(obstacles_of(model, program))
-    refuse(plan, plan.model, Host("the ONNX graph", evicts=False, obstacles=obstacles, way_out=way_out))
+    refuse(
+        plan,
+        plan.model,
+        Host("the ONNX graph", older_queries=False, evicts=False, obstacles=obstacles, way_out=way_out),
+    )
     folder.mkdir(parents=True, exist_ok=True)
     graph = _Decoder(model, program).graph()
     opset = [helper.make_opsetid("", OPSET)]

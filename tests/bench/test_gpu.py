@@ -52,18 +52,20 @@ def test_every_dense_kernel_of_a_decode_step_that_runs_computes_the_same():
         torch.testing.assert_close(out, found["sparsekv dense"], atol=2e-3, rtol=2e-2, msg=name)
 
 
-def test_decode_steps_are_captured():
+def test_decode_steps_are_captured_unless_the_selector_looks_back():
     bench = DecodeBench(lengths=(8192,), batches=(2,), repeats=1)
     subject = random_model("tiny-retriever", device=torch.device("cuda"), dtype=torch.bfloat16, longest=8192)
-    plan, words = HandDecode(tokens(256)).plan(subject.info, 8192)
-    check_decode(subject.info, {"last": plan}, bench)
-    last, captured = bench_decode(subject, {"last": plan}, words, bench)
-    for row in (last, captured):
+    plans, words = HandDecode(tokens(256), (), ("last", "exponential"), 8).plans(subject.info, 8192)
+    check_decode(subject.info, plans, bench)
+    last, _, captured, launched = bench_decode(subject, plans, words, bench)
+    for row in (last, captured, launched):
         assert row.sparse_ms, row.note
         assert row.dense_ms, row.peers
     assert {"sparsekv dense", "torch flash", "torch math, heads of a group as rows"} <= last.peers.timed_ms.keys()
     assert 0 < captured.own["replay_ms"] < captured.sparse_ms
     assert "captured" not in captured.note
+    assert launched.own["replay_ms"] is None
+    assert "looks at older queries" in launched.note
 
 
 def test_published_methods_and_dense_kernels_are_timed_side_by_side(asked, tmp_path):

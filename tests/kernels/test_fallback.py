@@ -162,8 +162,8 @@ def test_a_run_survives_a_broken_kernel_with_the_same_answer(monkeypatch: pytest
     assert len(tried) == 2  # another handle tries for itself
 
 
-def test_a_decode_step_that_torch_begins_again_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = segment(0, (1, 2), 30)
+def test_a_decode_step_that_torch_begins_again_remembers_its_query_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = segment(0, (1, 2), 30, selector="uniform", window=4)
     model, prompt, new = tiny_model(), random_tokens(1, 100), random_tokens(1, 3, 1)
     plan = plan_for(model, None, decode_plan(part))
 

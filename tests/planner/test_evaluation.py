@@ -127,6 +127,7 @@ CASES = {
     "on the device": (CHOICE, None),
     "offloaded": (decode_plan(segment(0, (1, 2), 8), offload=(1, 2)), None),
     "offloaded, in chunks": (decode_plan(segment(0, (1, 2), 8), offload=(1, 2)), 128),
+    "a selector of older queries": (decode_plan(segment(0, (1, 2), 8, selector="uniform", window=4)), None),
 }
 
 
@@ -137,9 +138,11 @@ def test_what_is_measured_is_what_a_user_gets(loaded: LoadedModel, case: str) ->
     check_by_hand(loaded, sparse_plan(loaded, decode), chunk, 1e-3)
 
 
-def test_keys_and_values_in_8_bits_are_measured_as_a_user_gets_them(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("selector", ["last", "uniform"])
+def test_keys_and_values_in_8_bits_are_measured_as_a_user_gets_them(loaded: LoadedModel, selector: str) -> None:
     """In every phase: dense steps behind a sparse prefill read and write the same cache."""
-    check_by_hand(loaded, sparse_plan(loaded, CHOICE), None, 2e-3, kv_dtype="fp8")
+    decode = decode_plan(segment(0, (1, 2), 8, selector=selector, window=1 if selector == "last" else 4))
+    check_by_hand(loaded, sparse_plan(loaded, decode), None, 2e-3, kv_dtype="fp8")
 
 
 @pytest.mark.parametrize("chunk", [None, 128])
@@ -255,6 +258,7 @@ def test_of_a_long_text_only_the_beginning_is_fed(loaded: LoadedModel) -> None:
         (("prefill",), "on the device", 2),
         (("decode",), "on the device", 1),
         (("decode", "both"), "on the device", 2),
+        (PHASES, "a selector of older queries", 3),  # which decode has from a prefill of its own
     ],
 )
 def test_a_prompt_is_prefilled_once_dense_and_once_sparse(loaded, phases, case, prefills) -> None:

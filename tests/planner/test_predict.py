@@ -61,9 +61,10 @@ def test_a_step_of_the_model_is_its_attention_and_the_weights_that_its_tokens_re
     [
         (drafting(), {"check": DRAFT_PRICES["check"]}, READS),
         (drafting(), DRAFT_PRICES, None),
+        (drafting(selector="uniform", window=8), DRAFT_PRICES, READS),
         (DecodePlan(lengths=(DecodeBucket(up_to=None, dense=True),)), DRAFT_PRICES, READS),
     ],
-    ids=["no prices", "no weights", "dense"],
+    ids=["no prices", "no weights", "looks back", "dense"],
 )
 def test_steps_are_not_predicted_where_nothing_can_be_drafted_or_something_has_no_price(plan, cost, reads) -> None:
     profile = made_up_profile(made_up_length(8192, np.random.default_rng(0))).model_copy(update={"reads": reads})

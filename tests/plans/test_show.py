@@ -23,8 +23,7 @@ def shown(plan: Plan) -> list[str]:
     return captured.get().splitlines()
 
 
-ONE_RANK = full_plan().model_copy(update={"targets": full_plan().targets[1:]})
-PLANS = [small_plan(), ONE_RANK, large_plan(), large_plan(80, 64, 6), small_plan(prefill=None, decode=None)]
+PLANS = [small_plan(), full_plan(), large_plan(), large_plan(80, 64, 6), small_plan(prefill=None, decode=None)]
 
 
 @pytest.mark.parametrize("plan", PLANS)

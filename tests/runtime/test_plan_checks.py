@@ -12,7 +12,7 @@ from sparsekv.plans.model import AttentionGroup
 from sparsekv.plans.patterns import AShape, TileShape, tokens
 from sparsekv.plans.phases import Eviction, HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.plan_checks import Host, refuse
+from sparsekv.runtime.plan_checks import Host, refuse, segments_of
 
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64}
 FULL = AttentionGroup(layers=(1,), kind="full", **SHAPE)
@@ -34,6 +34,16 @@ def patterns(layer: int) -> PrefillPlan:
     return PrefillPlan(tile=TileShape(), lengths=(PrefillBucket(up_to=None, heads=(group,)),))
 
 
+def looking_back() -> Plan:
+    plan = small_plan()
+    (segment,) = segments_of(plan)
+    bucket = plan.decode.lengths[-1].model_copy(
+        update={"segments": (segment.model_copy(update={"selector": "uniform", "window": 4}),)}
+    )
+    lengths = (*plan.decode.lengths[:-1], bucket)
+    return plan.model_copy(update={"decode": plan.decode.model_copy(update={"lengths": lengths})})
+
+
 def choosing(heads: Any, kv_heads: int = 2) -> Plan:
     """Filter layer 0, of so many KV heads, chooses for layers of two."""
     groups = (AttentionGroup(layers=(0,), kind="full", heads=4, kv_heads=kv_heads, head_dim=64), BEHIND)
@@ -42,6 +52,7 @@ def choosing(heads: Any, kv_heads: int = 2) -> Plan:
 
 
 REFUSED = {
+    "choices by older queries": (looking_back(), {"older_queries": False}, "filter layers 2 that choose by more"),
     "sparse prefill in a sliding layer": (
         plan_of(SLIDING, FULL, prefill=patterns(0)), {"windows": False}, "sliding window (0)",
     ),

@@ -56,6 +56,7 @@ class BruteForce:
         self._model, self._plan = model, plan
         self._chosen: dict[int, torch.Tensor] = {}  # by filter layer, of the step under way
         self._kept = {layer: Kept(rule) for layer, rule in plan.evicting.items()}
+        self._queries: dict[int, torch.Tensor] = {}  # all so far, of filter layers that look back, over one cache
         self.tiles, self.causal, self.attended, self.cached = 0.0, 0.0, 0, 0
 
     def kept_rows(self, layer: int) -> int:
@@ -80,6 +81,7 @@ class BruteForce:
         softcap: float | None = None, **_: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         assert attention_mask is None
+        self._remember(module.layer_idx, q_BHSD)
         self._sinks, self._cap = s_aux, softcap or 0.0
         steps = q_BHSD.shape[2] == 1 < k_BGKD.shape[2]
         mask_of = self._decode_mask if steps else self._prefill_mask
@@ -91,6 +93,12 @@ class BruteForce:
         k_BHKD, v_BHKD = (x.repeat_interleave(q_BHSD.shape[1] // x.shape[1], 1) for x in (k_BGKD, v_BGKD))
         scores_BHSK = capped(q_BHSD @ k_BHKD.mT * scaling, self._cap).masked_fill(~visible_BHSK, -math.inf)
         return (softmax(scores_BHSK, s_aux) @ v_BHKD).transpose(1, 2).contiguous(), None
+
+    def _remember(self, layer: int, q_BHSD: torch.Tensor) -> None:
+        plan = self._plan.decode
+        segments = [one for bucket in plan.lengths for one in bucket.segments] if plan else []
+        if any(one.filter == layer and one.selector != "last" for one in segments):
+            self._queries[layer] = torch.cat((self._queries.get(layer, q_BHSD[:, :, :0]), q_BHSD), 2)
 
     def _count_step(self, layer: int, visible_BH1K: torch.Tensor, window: int | None) -> None:
         batch, _, _, length = visible_BH1K.shape
@@ -125,7 +133,8 @@ class BruteForce:
         plan = self._plan.decode
         for segment in plan.bucket(length).segments if plan else ():
             if segment.filter == layer:
-                self._chosen[layer] = choose(segment, q_BH1D, k_BGKD, scale, self._sinks, self._cap)
+                newest, rest = self._queries.get(layer, q_BH1D), (self._sinks, self._cap)
+                self._chosen[layer] = choose(segment, newest, k_BGKD, scale, *rest)
             if layer in segment.layers:
                 visible_BGK = self._chosen[segment.filter]
                 if isinstance(segment.heads, dict):
@@ -211,21 +220,23 @@ def softmax(scores_BHSK: torch.Tensor, sinks_H: torch.Tensor | None) -> torch.Te
 
 def choose(
     segment: Segment,
-    q_BH1D: torch.Tensor,
+    q_BHSD: torch.Tensor,
     k_BGKD: torch.Tensor,
     scale: float,
     sinks_H: torch.Tensor | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """The tokens that the layers of a segment attend to, by the newest query of its filter layer: bool [B, G, K]."""
+    """The tokens that the layers of a segment attend to, by the newest queries of its filter layer: bool [B, G, K]."""
     (batch, groups, length, _), budget = k_BGKD.shape, segment.budget.resolve(k_BGKD.shape[2])
     visible_BGK = torch.ones(batch, groups, length, dtype=torch.bool)
     if segment.sink + budget + segment.recent >= length:
         return visible_BGK
-    logits_BH1K = q_BH1D @ k_BGKD.repeat_interleave(q_BH1D.shape[1] // groups, 1).mT * scale
-    scores_BGK = softmax(capped(logits_BH1K, cap), sinks_H)[:, :, 0].unflatten(1, (groups, -1)).amax(2)
-    if segment.heads == "max":
-        scores_BGK = scores_BGK.amax(1, keepdim=True).expand_as(scores_BGK)
+    scores_BGK, k_BHKD = torch.zeros(visible_BGK.shape), k_BGKD.repeat_interleave(q_BHSD.shape[1] // groups, 1)
+    for age in range(1 if segment.selector == "last" else min(segment.window, q_BHSD.shape[2])):
+        logits_BH1K = q_BHSD[:, :, -1 - age, None] @ k_BHKD[:, :, : length - age].mT * scale
+        weights_BGK = softmax(capped(logits_BH1K, cap), sinks_H)[:, :, 0].unflatten(1, (groups, -1)).amax(2)
+        weights_BGK = weights_BGK.amax(1, keepdim=True) if segment.heads == "max" else weights_BGK
+        scores_BGK[:, :, : length - age] += weights_BGK * (0.5**age if segment.selector == "exponential" else 1.0)
     free = range(segment.sink, length - segment.recent)
     visible_BGK[:, :, free.start : free.stop] = False
     for visible_K, scores_K in zip(visible_BGK.flatten(0, 1), scores_BGK.flatten(0, 1).tolist(), strict=True):

@@ -363,8 +363,8 @@ def exact_answers_are_those_of_dense_attention(case: Case, patch: Patch) -> None
     lengths = iter([0, 4, 2, 10, 6, 4] * 100)
     patch.setattr(DraftLength, "next", lambda self, most: next(size for size in lengths if size <= most))
     asked = {"attention_mask": case.prompt_mask, "max_new_tokens": 14}
-    eight, own = case.row.eight_bits, case.row.side == "left"  # a model of its own goes on behind padding
-    with nullcontext() if own and not eight else apply(case.model, plan_for(case.model), **eight):
+    eight = case.row.eight_bits
+    with apply(case.model, plan_for(case.model), **eight) if eight else nullcontext():
         dense = generate(case.model, case.pieces[0], **asked)
     with applied(case, exact=True) as handle:
         assert torch.equal(generate(case.model, case.pieces[0], **asked), dense)
@@ -409,9 +409,9 @@ def refusals(case: Case, handle: Handle, cache: Any) -> Iterator[tuple[str, type
         mask = torch.ones_like(ids)
         mask[0, 0] = 0
         yield "recurrent" if row.recurrent else fixed, UnsupportedError, lambda: model(ids, attention_mask=mask)
-    if row.evicting:
+    if row.evicting or row.looks_back:
         yield "layer", UnsupportedError, lambda: handle.cache_of([(keys, keys)] * len(cache.layers))
-    if row.evicting or row.recurrent:
+    if row.evicting or row.looks_back or row.recurrent:
         yield "layer|exact", UnsupportedError, lambda: _instead(case, handle, exact=True)
     elif row.decode is None or not row.options.get("decode", True):
         yield "decode", SparseKVError, lambda: _instead(case, handle, exact=True)
@@ -453,7 +453,7 @@ def what_a_row_does_not_permit_is_refused(case: Case, patch: Patch) -> None:
 
 def _is_drafted(row: Row) -> bool:
     drafts = row.decode is not None and row.options.get("decode", True)
-    kept = row.evicting or row.recurrent or not drafts
+    kept = row.evicting or row.looks_back or row.recurrent or not drafts
     return not kept and not (row.in_host_memory and row.batch > 1)
 
 
@@ -467,7 +467,9 @@ CHECKS: dict[Callable[[Case, Patch], None], Callable[[Row], bool]] = {
     passes_that_fail_leave_nothing: lambda row: True,
     a_cache_is_had_again_once_it_is_reset: lambda row: True,
     picked_rows_go_on: lambda row: not (row.evicting or row.in_host_memory or row.recurrent) and len(row.sizes) > 2,
-    prompts_of_elsewhere_are_gone_on_from: lambda row: not (row.patterns or row.prefill or row.evicting or row.pads),
+    prompts_of_elsewhere_are_gone_on_from: lambda row: (
+        not (row.patterns or row.prefill or row.evicting or row.looks_back or row.pads)
+    ),
     memory_is_what_was_said: lambda row: not row.pads and not row.recurrent,
     virtual_memory_holds_the_same: lambda row: not row.recurrent,
     turns_of_generate_are_plain_passes: lambda row: True,

@@ -73,6 +73,12 @@ class Row:
         return bool(self.decode and self.decode.offload) or bool(self.options.get("kv_host_layers"))
 
     @property
+    def looks_back(self) -> bool:
+        """Whether a filter layer weighs older queries than the newest."""
+        buckets = self.decode.lengths if self.decode else ()
+        return any(part.selector != "last" for bucket in buckets for part in bucket.segments)
+
+    @property
     def covers(self) -> bool:
         """Whether all tokens are attended to."""
         buckets = self.decode.lengths if self.decode else ()
@@ -257,18 +263,26 @@ def _keeps(*rules: Eviction, **options: Any) -> Row:
 
 def _decode_rows() -> Iterator[tuple[str, Row]]:
     """What a plan may say of decode."""
-    yield "one segment", _steps(segment(0, (1, 2, 3), 12))
+    yield "last", _steps(segment(0, (1, 2, 3), 12))
+    yield "uniform", _steps(segment(0, (1, 2, 3), 12, selector="uniform", window=5))
+    yield "exponential", _steps(segment(0, (1, 2, 3), 12, selector="exponential", window=4))
+    yield "a window longer than the context", _steps(segment(0, (1, 2, 3), 12, selector="uniform", window=500))
     yield "per KV head", _steps(segment(0, (1, 2, 3), 12, heads="per_kv_head"))
     yield "a map of heads", _steps(segment(0, (1, 2, 3), 12, heads={1: (1, 0), 2: (1, 1), 3: (0, 1)}))
     yield "dense layers between two segments", _steps(segment(0, (1,), 9), segment(2, (3,), 15))
     yield "no chosen tokens", _steps(segment(0, (1, 2, 3), 0))
     yield "its own choice", _steps(segment(0, (0, 1, 2), 12), segment(3, (3,), 20))
+    yield "its own choice by several queries", _steps(segment(1, (1, 2), 12, selector="uniform", window=5))
     yield "its own choice per KV head", _steps(segment(1, (1, 2), 12, heads="per_kv_head"))
     yield "a budget that covers the context at first", _steps(segment(0, (1, 2, 3), 66))
-    yield "sinks", _steps(segment(0, (1, 2), 9), family="gpt_oss")
-    yield "a soft cap", _steps(segment(0, (1, 2), 9, heads="per_kv_head"), family="gemma2")
-    shared = segment(5, (6,), 9)  # by a layer without keys of its own
-    yield "shared keys", Row(SHARED, _shared(2), decode=decode_plan(shared))
+    yield (
+        "several queries with sinks",
+        _steps(segment(0, (1, 2), 9, selector="exponential", window=3), family="gpt_oss"),
+    )
+    heads = {"selector": "uniform", "window": 3, "heads": "per_kv_head"}
+    yield "several queries under a soft cap", _steps(segment(0, (1, 2), 9, **heads), family="gemma2")
+    several = segment(5, (6,), 9, selector="uniform", window=4)  # by a layer without keys of its own
+    yield "several queries over shared keys", Row(SHARED, _shared(2), decode=decode_plan(several))
     growing = (
         DecodeBucket(up_to=71, dense=True),
         DecodeBucket(up_to=92, segments=(segment(0, (1, 2), 30),)),
@@ -317,6 +331,8 @@ def _cache_rows() -> Iterator[tuple[str, Row]]:
     moved, here = decode_plan(sparse, offload=(1, 2), hot=40), decode_plan(sparse)
     long = {"sizes": (170, *[1] * 6, 60, *[1] * 6)}
     yield "in host memory", Row(decode=moved, **long)
+    several = segment(0, (1, 2), 12, selector="uniform", window=5)
+    yield "in host memory, several queries", Row(decode=decode_plan(several, offload=(1, 2)), **long)
     heads = decode_plan(segment(0, (1, 2), 12, heads="per_kv_head"), offload=(1,), hot=60)
     yield "in host memory, per KV head", Row(decode=heads, **long)
     yield "dense layers in host memory", Row(patterns=SPARSE, options={"kv_host_layers": (0, 2)}, sizes=(230, 1, 30, 1))
@@ -325,11 +341,12 @@ def _cache_rows() -> Iterator[tuple[str, Row]]:
     yield "everything, in host memory", Row(patterns=COVERING, decode=everything, sizes=LONG)
     yield "8 bits", Row(patterns=(A_SHAPE,), decode=here, options=eight)
     yield "8 bits, dense", Row(options=eight)
+    yield "8 bits, several queries", Row(decode=decode_plan(several), options=eight)
     yield "8 bits in host memory", Row(decode=moved, options=eight, **long)
     rows = {"batch": 4, "pads": (50, 183, 7, 198), "sizes": (200, 1, 1, 30, 1, 1)}
     yield "padded on the left", Row(patterns=SPARSE, decode=here, **rows)
-    few = decode_plan(segment(0, (1, 2), 8))
-    yield "padded on the right", Row(patterns=(A_SHAPE, LINES), decode=few, side="right", **rows)
+    last = decode_plan(segment(0, (1, 2), 8, selector="uniform", window=3))
+    yield "padded on the right", Row(patterns=(A_SHAPE, LINES), decode=last, side="right", **rows)
     yield "padded in 8 bits", Row(decode=here, options=eight, batch=2, pads=(40, 0))
 
 
@@ -403,11 +420,11 @@ def _families() -> Iterator[tuple[str, Row]]:
 
 def _way(number: int, first: int, rest: tuple[int, ...]) -> dict[str, Any]:
     """A plan and a cache for layers of which `first` chooses for the `rest`."""
-    each_head = segment(first, rest, 9, heads="per_kv_head")
+    several = segment(first, rest, 9, selector="exponential", window=3, heads="per_kv_head")
     covering = {"patterns": (A_SHAPE, BLOCKS), "decode": decode_plan(segment(first, rest, EVERYTHING))}
     return (
         {"patterns": (A_SHAPE, LINES), "decode": decode_plan(segment(first, rest, 9))},
-        {"patterns": (LINES,), "decode": decode_plan(each_head), "options": {"kv_host_layers": rest[:1]}},
+        {"patterns": (LINES,), "decode": decode_plan(several), "options": {"kv_host_layers": rest[:1]}},
         covering | {"batch": 2, "pads": (30, 0)},
         {"patterns": (LINES, BLOCKS), "evicting": (drops(rest[-1:], 20),)},
         {"decode": decode_plan(segment(first, rest, 12)), "options": {"kv_dtype": "fp8"}},

@@ -5,7 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.scores import token_scores
 from sparsekv.kernels.tiles import Chunk, density
+from sparsekv.kernels.topk import top_ascending
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal"}
@@ -65,3 +67,14 @@ def test_budgets_in_shares_bound_the_lists_by_max_tiles() -> None:
     q = torch.empty(1, 2, 65536, 64, device="meta")
     index = build_index([pattern] * 2, q, q, Chunk.uniform(1, 0, 65536), TileShape(), scale=0.125)
     assert index.tiles_BHTW.shape == (1, 2, 512, 52)
+
+
+def test_choosing_tokens_does_not_wait_for_the_device() -> None:
+    q = torch.empty(2, 8, 4, 64, device="meta")
+    k = torch.empty(2, 2, 1000, 64, device="meta")
+    with Watch() as watch:
+        positions_1W, weights_W = torch.empty(1, 4, dtype=torch.int64, device="meta"), torch.empty(4, device="meta")
+        for heads in ("max", "per_kv_head"):
+            scores = token_scores(q, k, positions_1W, weights_W, scale=0.1, heads=heads)
+            top_ascending(scores, torch.full(scores.shape[:2], 100, device="meta"), 100, -1)
+    assert not watch.names & WAITS

@@ -15,6 +15,7 @@ from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, Verti
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program, Rank, decode
+from sparsekv.runtime.core.roles import Filter
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.stores.store import Resident
 
@@ -86,6 +87,7 @@ def step(program, q, k, v, state):
 
 SEGMENTS = {
     "max": segment(0, (1, 2, 3), 12),
+    "max over a window": segment(0, (1, 2, 3), 12, selector="uniform", window=3),
     "per KV head": segment(0, (1, 2, 3), 12, heads="per_kv_head"),
     "head map within ranks": segment(1, (2, 3), 12, heads={2: (1, 0, 3, 2), 3: (0, 0, 3, 3)}),
 }
@@ -101,10 +103,14 @@ SPLITS["head map within ranks"] = [(4, 2)]
 )
 def test_decode_of_all_ranks_is_that_of_the_whole(name, kv_heads, ranks):
     model, plan = model_info(LAYERS, HEADS, kv_heads), decode_plan(SEGMENTS[name])
-    now, together = tensors(kv_heads, 1, 100), Ranks(ranks)
+    past, now = tensors(kv_heads, 2, 100), tensors(kv_heads, 1, 100)
+    together = Ranks(ranks)
 
     def run(program, queries, kv, gather=None):
         state = DecodeState(program.segments, gather)
+        for layer in program.layers:  # the end of the prompt, which a window looks back to
+            if isinstance(layer.role, Filter):
+                state.remember(layer.role.segment, past[0][layer.layer][:, queries])
         return step(program, now[0][:, :, queries], now[1][:, :, kv], now[2][:, :, kv], state)
 
     def of_rank(rank):

@@ -185,6 +185,7 @@ def test_a_manager_kept_from_before_is_not_taken(model, unplanned):
 @pytest.mark.parametrize(
     ("plan", "options", "said"),
     [
+        ({"decode": decode_plan(segment(0, (1, 2), 8, selector="uniform", window=3))}, {}, "newest query"),
         ({"evicts": drops((1,), 8)}, {}, "evict"),
         ({"decode": decode_plan(segment(0, (1, 2), 8))}, {"exact": True}, "exact"),
         ({"decode": decode_plan(segment(0, (1, 2), 8))}, {"kv_dtype": "fp8"}, "fp8"),

@@ -14,7 +14,7 @@ from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.describe import CACHE_NAME, named
 
-SEGMENT = segment(0, (1, 2), 12)
+SEGMENT = segment(0, (1, 2), 12, selector="uniform", window=3)
 
 
 @pytest.fixture(params=["device", "host"])

@@ -71,7 +71,7 @@ def test_a_failed_step_takes_back_what_the_role_carries() -> None:
     state.begin((LONG,), torch.device("cpu"))
     before = state.remembered
     state.carried[1] += 5
-    state.restore(before)
+    state.restore(1, before)
     assert state.carried[1].tolist() == [0]
 
 

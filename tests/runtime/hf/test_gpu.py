@@ -115,7 +115,7 @@ def spread(model, layers, device):
 def test_a_decode_step_on_the_device_does_not_wait_for_it(model):
     if model.dtype == torch.float32:
         pytest.skip("torch's grouped products of experts wait in float32")
-    plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 60)))
+    plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 60, selector="uniform", window=4)))
     new = random_tokens(1, 4, 1).cuda()
     with torch.no_grad(), apply(model, plan):
         cache = model(random_tokens(1, 700).cuda()).past_key_values

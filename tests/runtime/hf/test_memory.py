@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, drops, info_of, plan_for, segment
+from torch_state import most_allocated
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparsekv.bench.hand_plans import hand_plan
@@ -46,6 +47,29 @@ def test_the_size_of_a_config_is_that_of_the_model_made_of_it(model, size):
     found = ModelSize.from_config(model.config, model.dtype, "tests/tiny")
     assert found.weights == size.weights == model.get_memory_footprint()
     assert (found.hidden, found.intermediate, found.dtype) == (64, 96, torch.float32)
+
+
+@pytest.mark.parametrize("heads", ["max", "per_kv_head"])
+def test_a_window_of_queries_takes_no_more_than_was_said(model, size, heads):
+    decode = decode_plan(segment(1, (2, 3), 8, selector="uniform", window=16, heads=heads))
+    estimate, request = MemoryModel(size, None, decode, True), Request(4000, 1, chunk=40)
+    said = estimate.use(request, estimate.permitted).working
+    with torch.no_grad(), apply(model, plan_for(model, decode=decode)) as handle:
+        cache = handle.new_cache(4001)
+        for piece in random_tokens(1, 4000).split(1000, 1):
+            model(piece, past_key_values=cache, logits_to_keep=1)
+        most = most_allocated(lambda: model(random_tokens(1, 1), past_key_values=cache))
+    assert said / 2 < most <= said
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "window", "gib"),
+    [(1 << 17, 8, 64, 4.09), (1 << 19, 4, 32, 4.37), (1 << 20, 1, 32, 1.93)],
+)
+def test_scores_of_a_window_are_counted_where_they_exceed_a_piece_of_the_prompt(llama, length, batch, window, gib):
+    decode = decode_plan(segment(1, (2, 3), 2048, selector="uniform", window=window))
+    estimate, request = MemoryModel(llama, None, decode, on_cpu=False), Request(length, batch=batch, chunk=4096)
+    assert estimate.use(request, estimate.permitted).working / GIB == pytest.approx(gib, rel=0.02)
 
 
 @pytest.mark.parametrize("chunk", [None, 4096])

@@ -14,7 +14,7 @@ PATTERNS = (
     AShape(sink=tokens(64), window=tokens(64)),
     VerticalSlash(vertical=tokens(9), slash=tokens(64), max_tiles=fraction(1.0)),
 )
-DECODE = decode_plan(segment(0, (1, 2), 8))
+DECODE = decode_plan(segment(0, (1, 2), 8, selector="uniform", window=3))
 
 
 def padded(prompts, side="left", columns=None):

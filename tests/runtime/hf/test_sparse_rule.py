@@ -35,6 +35,7 @@ from sparsekv.runtime.hf.timed_model import ModelLayers, measured_rule
 PATTERN = VerticalSlash(vertical=tokens(16), slash=tokens(16), max_tiles=tokens(64))
 CHUNK = 80
 LAST = segment(0, (1, 2, 3), 12)
+OLDER = segment(0, (1, 2, 3), 12, selector="uniform", window=5)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,14 @@ def test_dense_up_to_any_context_and_sparse_behind_it_loses_no_more_than_sparse_
     assert np.mean(auto) <= np.mean(always)
 
 
+def test_a_dense_step_remembers_its_queries_for_sparse_ones(model):
+    prompt, new = random_tokens(1, 40), random_tokens(1, 20, 1)
+    parts, whole = (plan_for(model, None, decode_lengths(OLDER, at)) for at in (50, 0))
+    expected, _ = logits(model, parts, prompt, new, sparse="always")
+    found, _ = logits(model, whole, prompt, new, sparse="prefill=never decode=51x1")
+    assert torch.equal(found, expected)
+
+
 def test_rows_and_chunks_that_are_too_small_are_dense(model):
     plan = plan_for(model, prefill_plan(model), decode_lengths(LAST))
     prompt, new = random_tokens(2, 160), random_tokens(2, 4, 1)
@@ -135,6 +144,17 @@ def test_captured_steps_go_from_dense_to_sparse_over_one_cache(model, monkeypatc
         copied, _ = steps(model, new[:, 4:5], new[:, 5:], again)
     for rest in (more, copied):
         torch.testing.assert_close(torch.cat((found, rest), 1), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_steps_that_need_older_queries_are_captured_neither_dense(model, monkeypatch):
+    emulate(monkeypatch)
+    plan = plan_for(model, None, decode_lengths(OLDER))
+    with (
+        apply(model, plan, backend="triton", sparse="never") as handle,
+        pytest.warns(UserWarning, match="older queries"),
+    ):
+        steps(model, random_tokens(1, 30), random_tokens(1, 2, 1))
+    assert handle.steps.replayed == 0
 
 
 def work_on(model, launched, replayed, backend="cpu", rank=None, sparse_up_to=4096):

@@ -173,7 +173,7 @@ def test_the_file_says_what_it_is(llama: Any, tmp_path: Path) -> None:
     ("model", "plan", "word"),
     [
         ({"model_type": "glm"}, PLANS["one choice"], "glm"),
-        ({"model_type": "llama"}, buckets(small(0, (1, 2), selector="uniform", window=4)), "only `last`"),
+        ({"model_type": "llama"}, buckets(small(0, (1, 2), selector="uniform", window=4)), "newest query"),
         ({"model_type": "llama", "dtype": torch.bfloat16}, PLANS["one choice"], "bfloat16"),
     ],
 )
