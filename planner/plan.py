@@ -184,7 +184,7 @@ def _verified(
 ) -> PlanResult:
     """The first plan that passes its test, or has nothing sparse; one plan, unverified, where nothing is verified.
 
-    The last run is on the plan whose lengths that missed three times are dense; it counts as the second on one plan.
+    A length that missed three times is dense. The last run, behind those of `RUNGS`, counts as the second on one plan.
     What layers keep was asked for in bytes and stays: only the phases that are planned are made denser.
     """
     used, levels = job.options, (*((1, level) for level in RUNGS), (2, level_of_run(2)))
@@ -220,7 +220,8 @@ def _after(used: Settled, missed: Collection[int], attempts: int) -> Settled:
     """Options of the plan behind one that missed at some lengths; the same where none follows."""
     if not missed or attempts > len(RUNGS):
         return used
-    return used.dense_at(missed) if attempts == len(RUNGS) else used.denser(missed)
+    often = {length for length in missed if used.missed_at(length) == len(RUNGS) - 1}
+    return used.dense_at(often).denser({*missed} - often)
 
 
 def compile_once(
@@ -342,8 +343,8 @@ def denser_remarks(options: Settled) -> Iterator[str]:
 def dense_remarks(options: Settled, lost: Mapping[int, Sequence[str]]) -> Iterator[str]:
     """A line for each length that is dense, with what each plan lost there."""
     for length in options.dense:
-        losses = ", then ".join(lost.get(length, ()))
-        yield f"{format_length(length)} is dense: every plan that was tried lost too much there ({losses})"
+        losses = lost.get(length, ())
+        yield f"{format_length(length)} is dense: {len(losses)} plans lost too much there ({', then '.join(losses)})"
 
 
 def plan_remarks(plan: Plan, options: Settled, profile: Profile) -> Iterator[str]:

@@ -361,10 +361,11 @@ def _excludes(test: FixedTest) -> Excludes:
 def _missed_lengths(test: FixedTest) -> tuple[int, ...]:
     """The lengths that miss by themselves; where only all together do, those with a net loss."""
     apart = {bound.lengths[0] for bound in test.missed if len(bound.lengths) == 1}
-    if apart or not test.missed:
+    if apart:
         return tuple(sorted(apart))
+    together = {length for bound in test.missed for length in bound.lengths}
     losing = {cell.length for cell in test.judged if cell.lost > cell.won}
-    return tuple(sorted(losing or {cell.length for cell in test.judged}))
+    return tuple(sorted(together & losing or together))
 
 
 def _too_few(test: FixedTest) -> Iterator[str]:

@@ -96,7 +96,7 @@ def test_half_of_the_callers_prompts_are_set_aside_before_the_search(loaded: Loa
 def test_plans_are_tried_as_long_as_prompts_that_none_saw_are_left(loaded: LoadedModel, measured, misses) -> None:
     prompts = tuple(GivenPrompt(text_of(number, 1080)) for number in range(4))
     asked = OPTIONS.but(prompts=prompts, tasks=(), phases=("prefill",))
-    tried = misses({1024: 9})
+    tried = misses({1024: range(9)})
     result = compile_plan(job_of(loaded, asked))
     assert [len(one.held_out.by_length[1024]) for one in tried] == [2]
     assert "all 2 prompts" in result.remarks[0]
@@ -130,17 +130,17 @@ class Tried:
 
 
 @pytest.fixture
-def misses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[int, int]], list[Tried]]:
-    """From the call on plans miss so many times at these lengths, unless they are dense there."""
+def misses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[int, range]], list[Tried]]:
+    """From the call on the plans of these numbers miss at each length, unless they are dense there."""
 
-    def at(left: Mapping[int, int]) -> list[Tried]:
+    def at(left: Mapping[int, range]) -> list[Tried]:
         tried: list[Tried] = []
 
         def verify(loaded: LoadedModel, plan: Plan, _, run: VerifyRun, *rest: object, held_out=None) -> Verification:
             sparse = {
                 n for n in left if not (plan.prefill.bucket(n).dense and (plan.decode is None or is_dense(plan, n)))
             }
-            missed = tuple(n for n in left if n in sparse and len(tried) < left[n])
+            missed = tuple(n for n in left if n in sparse and len(tried) in left[n])
             tried.append(Tried(plan, run, held_out))
             reasons = tuple(f"missed at {n}" for n in missed)
             cells = tuple(Cell("a", n, 30, 30, 20, 0) for n in missed)
@@ -158,7 +158,7 @@ def is_dense(plan: Plan, length: int) -> bool:
 
 
 def test_a_plan_that_misses_is_followed_by_a_denser_one(loaded: LoadedModel, two_lengths, misses) -> None:
-    tried = misses({1024: 1})
+    tried = misses({1024: range(1)})
     result = compile_plan(job_of(loaded, TESTED, profile=two_lengths))
     first, second = ([entry.prefill.density for entry in one.plan.cost.lengths] for one in tried)
     assert [one.run.level for one in tried] == [0.025, 0.0125]
@@ -171,19 +171,20 @@ def test_a_plan_that_misses_is_followed_by_a_denser_one(loaded: LoadedModel, two
 def test_a_length_that_misses_three_times_goes_dense_and_the_others_are_tested_again(
     loaded: LoadedModel, two_lengths, misses
 ) -> None:
-    tried = misses({1024: 3})
+    tried = misses({512: range(2, 3), 1024: range(3)})
     result = compile_plan(job_of(loaded, TESTED, profile=two_lengths))
     assert [is_dense(result.plan, length) for length in (512, 1024)] == [False, True]
     assert [(one.run.number, one.run.level) for one in tried] == [(1, 0.025), (1, 0.0125), (1, 0.0125), (2, 0.05 / 6)]
     assert (result.plan.status, result.plan.quality.run) == ("verified", 2)
     (told,) = (line for line in result.remarks if line.startswith("1k is dense"))
     assert told.count("loss of a at 1k 66.7%") == 3
+    assert any(line.startswith("512 is planned for a smaller loss: a plan missed") for line in result.remarks)
 
 
 def test_a_plan_that_nothing_sparse_serves_is_dense_and_says_that_nothing_is_gained(
     loaded: LoadedModel, two_lengths, misses
 ) -> None:
-    misses({512: 9, 1024: 9})
+    misses({512: range(9), 1024: range(9)})
     result = compile_plan(job_of(loaded, TESTED, profile=two_lengths))
     assert result.plan.is_dense
     assert (result.plan.status, result.plan.quality, result.attempts) == ("unverified", None, 3)

@@ -101,5 +101,5 @@ def test_a_length_that_is_denser_is_told_in_a_line_unless_it_is_dense(length: in
 def test_a_length_that_is_dense_is_told_with_the_losses_of_each_plan_there() -> None:
     options = BASE.but(dense=(8192,))
     (line,) = dense_remarks(options, {8192: ("qa lost 0.2", "qa lost 0.1"), 4096: ("nothing",)})
-    assert line.startswith("8k is dense")
+    assert line.startswith("8k is dense: 2 plans")
     assert line.endswith("(qa lost 0.2, then qa lost 0.1)")

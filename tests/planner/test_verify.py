@@ -14,7 +14,7 @@ from planner_models import loaded_tiny, quick_options
 from tiny_plans import EVERYTHING, decode_plan, drops, every_head, plan_for, segment
 
 from sparsekv.planner.evaluation.given import HeldOut
-from sparsekv.planner.fixed_test import FULL, RUNGS, SIZES, SMALL, level_of_run
+from sparsekv.planner.fixed_test import FULL, LONG, RUNGS, SIZES, SMALL, level_of_run
 from sparsekv.planner.options import GivenPrompt, Settled, settle
 from sparsekv.planner.tasks import Sample
 from sparsekv.planner.verify import Verification, VerifyRun, verify, verify_plan
@@ -33,7 +33,7 @@ Rng = np.random.Generator
 
 
 def options(*lengths: int, **changes: object) -> Settled:
-    return settle(quick_options(lengths=lengths or (512,), **changes), 4096, "cpu")
+    return settle(quick_options(lengths=lengths or (512,), **changes), max((4096, *lengths)), "cpu")
 
 
 def everything(model) -> Plan:
@@ -124,6 +124,19 @@ def test_a_plan_far_from_dense_misses_at_its_lengths(monkeypatch, loaded: Loaded
 
     assert found.quality.missed == LENGTHS
     assert all("divergence" in line for line in found.reasons)
+
+
+@pytest.mark.usefixtures("real_sizes")
+def test_a_net_loss_of_other_lengths_is_not_one_of_long_prompts(monkeypatch, loaded) -> None:
+    def plan(sample: Sample, rng: Rng) -> bool:
+        return rng.random() > 0.06 if sample.length < 2 * LONG else (sample.task, sample.answer) != (TESTED[0], "0")
+
+    found = run(monkeypatch, loaded, Made({"dense": right, "both": plan}), lengths=(*LENGTHS, 2 * LONG))
+
+    assert any(cell.lost for cell in found.test.cells if cell.length == 2 * LONG)
+    assert found.quality.missed == LENGTHS
+    assert {bound.name for bound in found.test.missed} == {"net loss of right answers"}
+    assert found.test.worst_at(4096).startswith("net loss")
 
 
 @pytest.mark.usefixtures("real_sizes")
