@@ -3,7 +3,6 @@
 import os
 import random
 import sys
-from collections import Counter
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from scipy.stats import chi2_contingency
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm_engine import (
@@ -258,21 +256,6 @@ def test_random_requests_have_the_answers_without_a_drafter(pair: tuple[Any, Any
         (tokens, logprobs), (expected, of_expected) = map(tokens_and_logprobs, (output, answers[0][name]))
         assert tokens == expected
         assert logprobs == pytest.approx(of_expected, abs=2e-3)
-
-
-@pytest.mark.fuzz
-@pytest.mark.timeout(0)
-def test_sampled_answers_are_distributed_as_without_a_drafter(pair: tuple[Any, Any], prompts: Prompts) -> None:
-    """600 draws of each, of three tokens, by chi-square over those that are drawn twenty times or more in a place."""
-    prompt, counts, before = (prompts[200] * 4)[: DECODE_BOUND + 30], [], accepted(pair[1])
-    asked = SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True)
-    for llm in pair:
-        outputs = llm.generate([{"prompt_token_ids": prompt}] * 600, asked, use_tqdm=False)
-        counts.append(Counter(drawn for output in outputs for drawn in enumerate(tokens_of(output))))
-    assert accepted(pair[1]) > before
-    often = [drawn for drawn, count in sum(counts, Counter()).items() if count >= 20]
-    assert len(often) > 3
-    assert chi2_contingency([[count[drawn] for drawn in often] for count in counts]).pvalue > 1e-3
 
 
 def whole(plan: Plan) -> Plan:
