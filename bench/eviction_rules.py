@@ -1,12 +1,10 @@
-"""KV cache eviction by a plan's rules and by those of others, after one dense prefill: what stays is a mask.
+"""KV cache eviction by scores, after one dense prefill: what stays is a mask.
 
-* A plan's `kv_cache` keeps what the runtime keeps (`rows_to_cache`).
-* SnapKV (2024, section 4): each KV head keeps the keys that the last 64 queries attend to most, and these.
-* Expected attention (arXiv 2510.00636): by the mean and covariance of a head's queries before rotation, which future
-  positions rotate on average; the expected weight of a key, averaged over the query heads of its KV head, times the
-  norm of its value. Heads share a layer's budget as in AdaKV (arXiv 2407.11550).
+* `SnapKV` (2024, section 4): each KV head keeps the keys that the last 64 queries attend to most, and these.
+* `ExpectedAttention` (arXiv 2510.00636): the expected weight of a key by the queries to come, averaged over the query
+  heads of its KV head, times the norm of its value. Heads share a layer's budget as in AdaKV (arXiv 2407.11550).
 
-Both take one share of every layer. Queries are unrotated by halves, as Llama and Qwen rotate them.
+Scores are held to one share in every layer. Queries are unrotated by halves, as Llama and Qwen rotate them.
 
 Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, S tokens of a prompt, W observed queries, D head
 size; g is 1 or G.
@@ -17,48 +15,91 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from sparsekv.bench.baselines import Chosen, RuleSteps
+from sparsekv.bench.selectors import Chosen, RuleSteps
+from sparsekv.kernels.methods import EvictionScore, Layer, QueryStatistics
+from sparsekv.kernels.scores import observed_attention
+from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.evaluation.predictions import Prefilled, prefill
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.plans.patterns import tokens
-from sparsekv.plans.phases import Eviction
-from sparsekv.runtime.core.select import rows_to_cache
+from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.hf.describe import config_of, decoder_of
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
-_SINK, _FUTURE = 4, 512  # expected attention: tokens that are no statistics, positions that follow
-_EPSILON, _SAFE = 0.02, 0.2  # of it: added to expected weights; share of its own budget that a head always has
-_SNAP, _OBSERVED = 64, 256  # queries
+_SINK, _FUTURE = 4, 512  # of statistics: tokens that do not count, positions that follow
+_EPSILON = 0.02  # expected attention: added to expected weights
+_SAFE = 0.2  # AdaKV: share of its own budget that a head always has
+_OBSERVED = 256  # queries, at most
 _ROWS = 4096  # whose statistics are added at once
 ROTATE_BY_HALVES = ("llama", "qwen2", "qwen3", "mistral")  # model types
 
-EvictionRule = Literal["snapkv", "expected_attention"]
 Masks = Mapping[int, torch.Tensor]
 """Masks of the cached tokens of a prompt by layer, bool [B, g, S]; layers that are not named keep all."""
 
 
+class SnapKV(EvictionScore):
+    name, observe, keeps_observed = "snapkv", 64, True
+
+    def scores(
+        self,
+        q_BHWD: torch.Tensor,
+        k_BGKD: torch.Tensor,
+        v_BGKD: torch.Tensor,
+        layer: Layer,
+        statistics: QueryStatistics | None,
+    ) -> torch.Tensor:
+        backend = "triton" if k_BGKD.is_cuda else "reference"
+        how: dict[str, Any] = {"softmax": layer.softmax, "together": False, "backend": backend}
+        return observed_attention(q_BHWD, k_BGKD, scale=layer.scale, **how)
+
+
+class ExpectedAttention(EvictionScore):
+    name, needs_statistics, shares_budget = "expected_attention", True, True
+
+    def scores(
+        self,
+        q_BHWD: torch.Tensor,
+        k_BGKD: torch.Tensor,
+        v_BGKD: torch.Tensor,
+        layer: Layer,
+        statistics: QueryStatistics | None,
+    ) -> torch.Tensor:
+        """Sinks are highest."""
+        assert statistics is not None
+        groups, weights = k_BGKD.shape[1], []
+        mean_BGND, covariance_BGNDD = (
+            x.unflatten(1, (groups, -1)) for x in (statistics.mean_BHD, statistics.covariance_BHDD)
+        )
+        for group in range(groups):
+            k_B1SD = k_BGKD[:, group : group + 1, _SINK:].float()
+            scores_BNS = (k_B1SD @ mean_BGND[:, group, :, :, None])[..., 0] * layer.scale
+            scores_BNS += ((k_B1SD @ covariance_BGNDD[:, group]) * k_B1SD).sum(-1) * (layer.scale**2 / 2)
+            weights.append(scores_BNS.softmax(-1).mean(1))
+        norms_BGS = v_BGKD[:, :, _SINK:].float().norm(dim=-1)
+        return pad((torch.stack(weights, 1) + _EPSILON) * norms_BGS, (_SINK, 0), value=torch.inf)
+
+
+# --- what is observed of a prompt -------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True)
-class QueryStatistics:
-    """Sums over the queries of a layer before rotation, sinks left out."""
+class _Sums:
+    """Over the queries of a layer before rotation, sinks left out."""
 
     count: int
     sum_BHD: torch.Tensor
     square_BHDD: torch.Tensor
 
-    @property
-    def mean_BHD(self) -> torch.Tensor:  # noqa: N802
-        return self.sum_BHD / self.count
-
-    @property
-    def covariance_BHDD(self) -> torch.Tensor:  # noqa: N802
-        mean_BHD = self.mean_BHD
-        return self.square_BHDD / self.count - mean_BHD[..., :, None] * mean_BHD[..., None, :]
+    def add(self, other: _Sums) -> None:
+        self.count += other.count
+        self.sum_BHD += other.sum_BHD
+        self.square_BHDD += other.square_BHDD
 
 
 @dataclass(slots=True)
@@ -66,22 +107,22 @@ class PromptObserver:
     """Remembers of every layer the last queries of a prompt and the statistics of all of them.
 
     Attributes:
-        rotation: cosines and sines [S, D] of positions.
+        rotation: cosines and sines [S, D] of positions; None where no method needs statistics.
     """
 
     rotation: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     newest: dict[int, Observed] = field(default_factory=dict)
-    statistics: dict[int, QueryStatistics] = field(default_factory=dict)
+    sums: dict[int, _Sums] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, rules: tuple[str, ...]) -> PromptObserver:
-        """Raises UnsupportedError where expected attention is asked for and the model rotates otherwise."""
-        if "expected_attention" not in rules:
+    def of(cls, model: PreTrainedModel, with_statistics: bool) -> PromptObserver:
+        """Raises UnsupportedError where statistics are asked for and the model rotates otherwise."""
+        if not with_statistics:
             return cls()
         if (kind := config_of(model).model_type) not in ROTATE_BY_HALVES:
             raise UnsupportedError(
-                f"expected one of {', '.join(ROTATE_BY_HALVES)}, whose queries are unrotated by halves, for expected "
-                f"attention, found {kind}; leave the method out"
+                f"expected one of {', '.join(ROTATE_BY_HALVES)}, whose queries are unrotated by halves, for statistics "
+                f"of queries, found {kind}; leave expected attention out"
             )
         rotary: Any = decoder_of(model).rotary_emb
 
@@ -103,21 +144,31 @@ class PromptObserver:
             q_BHRD = call.q_BHSD[:, :, start : start + _ROWS].float()
             at_R = torch.arange(past + start, past + start + q_BHRD.shape[2], device=q_BHRD.device)
             cos_RD, sin_RD = self.rotation(call.q_BHSD, at_R)
-            self._add(call.layer, q_BHRD * cos_RD - rotated_half(q_BHRD) * sin_RD)
+            q_BHRD = q_BHRD * cos_RD - rotated_half(q_BHRD) * sin_RD
+            new_sums = _Sums(q_BHRD.shape[2], q_BHRD.sum(2), q_BHRD.mT @ q_BHRD)
+            if (sums := self.sums.setdefault(call.layer, new_sums)) is not new_sums:
+                sums.add(new_sums)
 
-    def _add(self, layer: int, q_BHRD: torch.Tensor) -> None:
-        own = QueryStatistics(q_BHRD.shape[2], q_BHRD.sum(2), q_BHRD.mT @ q_BHRD)
-        if (before := self.statistics.get(layer)) is not None:
-            own.count += before.count
-            own.sum_BHD += before.sum_BHD
-            own.square_BHDD += before.square_BHDD
-        self.statistics[layer] = own
+    def statistics(self, layer: int, past: int) -> QueryStatistics | None:
+        """Of the queries behind a prompt of that length."""
+        if self.rotation is None:
+            return None
+        sums = self.sums[layer]
+        at_F = torch.arange(past, past + _FUTURE, device=sums.sum_BHD.device)
+        cos_D, sin_D = (part_FD.mean(0) for part_FD in self.rotation(sums.sum_BHD, at_F))
+        turn_DD = torch.diag(cos_D) + rotated_half(torch.eye(len(cos_D), device=cos_D.device)) * sin_D  # x @ turn
+        mean_BHD = sums.sum_BHD / sums.count
+        covariance_BHDD = sums.square_BHDD / sums.count - mean_BHD[..., :, None] * mean_BHD[..., None, :]
+        return QueryStatistics(mean_BHD @ turn_DD, turn_DD.T @ covariance_BHDD @ turn_DD)
 
 
 def rotated_half(x: torch.Tensor) -> torch.Tensor:
     """(-second half, first half) of the last dimension."""
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
+
+
+# --- what stays -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,54 +187,25 @@ class ObservedPrompt:
         k_BGSD, v_BGSD = self.prompts.cache.layers[layer].store.tensors
         return k_BGSD[:, :, : self.past], v_BGSD[:, :, : self.past]
 
-    def by_plan(self, rules: Mapping[int, Eviction]) -> Masks:
-        """Returns the masks of the evicting layers of a plan."""
-        return {layer: self._by_rule(layer, rule) for layer, rule in rules.items() if layer in self.seen.newest}
-
-    def by_rule(self, rule: EvictionRule, share: float) -> Masks:
-        """Returns the masks of all layers with full attention by a rule of others: the same share of tokens in each."""
-        return {layer: self._kept(layer, rule, share) for layer in self.seen.newest}
-
-    def _kept(self, layer: int, rule: EvictionRule, share: float) -> torch.Tensor:
-        """bool [B, G, S]: what one layer keeps."""
+    def by_score(self, score: EvictionScore, share: float) -> Masks:
+        """Masks of all layers with full attention: the same share of tokens in each."""
         count = min(self.past, max(1, round(share * self.past)))
-        if rule == "expected_attention":
-            return top_of_layer(self._expected(layer), count)
-        keep, recent = tokens(max(0, count - _SNAP)), min(_SNAP, count)
-        own: dict[str, Any] = {"observe": _SNAP, "recent": recent, "heads": "per_kv_head", "score": "attention_sum"}
-        return self._by_rule(layer, Eviction(layers=(layer,), keep=keep, sink=0, generated=1, **own))
+        return {layer: self._by_score(layer, score, count) for layer in self.seen.newest}
 
-    def _by_rule(self, layer: int, rule: Eviction) -> torch.Tensor:
-        k_BGSD, v_BGSD = self.keys_values(layer)
-        newest = self.seen.newest[layer].before(None, rule.observe or 0)
-        backend = "triton" if k_BGSD.is_cuda else "reference"
-        kept_BgK = rows_to_cache(rule, self.past, newest, k_BGSD, v_BGSD, layer=layer, backend=backend)
-        if kept_BgK is None:
-            return k_BGSD.new_ones((len(k_BGSD), 1, self.past), dtype=torch.bool)
-        mask_BgS = k_BGSD.new_zeros((*kept_BgK.shape[:2], self.past), dtype=torch.bool)
-        return mask_BgS.scatter_(2, kept_BgK, True)
-
-    def _expected(self, layer: int) -> torch.Tensor:
-        """float32 [B, G, S]: expected weights times norms of values; sinks highest."""
-        statistics, (k_BGSD, v_BGSD) = self.seen.statistics[layer], self.keys_values(layer)
-        observed = self.seen.newest[layer]
-        assert self.seen.rotation is not None, "observed for this rule"
-        at_F = torch.arange(self.past, self.past + _FUTURE, device=k_BGSD.device)
-        cos_D, sin_D = (part_FD.mean(0) for part_FD in self.seen.rotation(k_BGSD, at_F))
-        turn_DD = torch.diag(cos_D) + rotated_half(torch.eye(len(cos_D), device=cos_D.device)) * sin_D  # x @ turn
-        mean_BHD = statistics.mean_BHD @ turn_DD
-        covariance_BHDD = turn_DD.T @ statistics.covariance_BHDD @ turn_DD
-        groups, scale = k_BGSD.shape[1], observed.scale
-        weights = []
-        for group in range(groups):
-            own = slice(group * mean_BHD.shape[1] // groups, (group + 1) * mean_BHD.shape[1] // groups)
-            k_B1SD = k_BGSD[:, group : group + 1, _SINK:].float()
-            scores_BNS = (k_B1SD @ mean_BHD[:, own, :, None])[..., 0] * scale
-            scores_BNS += ((k_B1SD @ covariance_BHDD[:, own]) * k_B1SD).sum(-1) * (scale**2 / 2)
-            weights.append(scores_BNS.softmax(-1).mean(1))
-        norms_BGS = v_BGSD[:, :, _SINK:].float().norm(dim=-1)
-        scores_BGS = (torch.stack(weights, 1) + _EPSILON) * norms_BGS
-        return torch.nn.functional.pad(scores_BGS, (_SINK, 0), value=torch.inf)
+    def _by_score(self, layer: int, score: EvictionScore, count: int) -> torch.Tensor:
+        """bool [B, G, S]"""
+        newest = self.seen.newest[layer].before(None, min(score.observe, self.past))
+        (k_BGSD, v_BGSD), rows = self.keys_values(layer), newest.q_BHWD.shape[2]
+        chunk = Chunk.uniform(len(k_BGSD), self.past - rows, self.past)
+        facts = Layer(layer, chunk, TileShape(), newest.scale, softmax=newest.softmax)
+        statistics = self.seen.statistics(layer, self.past) if score.needs_statistics else None
+        scores_BGS = score.scores(newest.q_BHWD, k_BGSD, v_BGSD, facts, statistics)
+        if score.keeps_observed:
+            scores_BGS[..., -rows:] = torch.inf
+        if score.shares_budget:
+            return top_of_layer(scores_BGS, count)
+        best_BGN = scores_BGS.topk(count, -1).indices
+        return torch.zeros_like(scores_BGS, dtype=torch.bool).scatter_(-1, best_BGN, True)
 
 
 def top_of_layer(scores_BGS: torch.Tensor, count: int) -> torch.Tensor:
@@ -217,10 +239,15 @@ class Evicted:
 
 @contextmanager
 def observed_prompt(
-    model: PreTrainedModel, ids_BS: torch.Tensor, rules: tuple[str, ...], chunk: int | None = None
+    model: PreTrainedModel,
+    ids_BS: torch.Tensor,
+    chunk: int | None = None,
+    *,
+    observed: bool = True,
+    with_statistics: bool = False,
 ) -> Iterator[tuple[ObservedPrompt, RuleSteps]]:
-    """Runs prompts densely and watches them, as far as these rules need it; the steps may follow any rule meanwhile."""
-    seen = PromptObserver.of(model, rules)
-    steps = RuleSteps(prompts=seen if rules else lambda call: None)
+    """Runs prompts densely and watches them where that is asked for; the steps may follow any rule meanwhile."""
+    seen = PromptObserver.of(model, with_statistics)
+    steps = RuleSteps(prompts=seen if observed else lambda call: None)
     with capture_attention(model, steps):
         yield ObservedPrompt(prefill(model, ids_BS, chunk), seen), steps

@@ -1,4 +1,5 @@
-"""Other people's sparse prefill by their own code, fetched and never copied: `sparsekv bench peers --originals`.
+"""Other people's sparse prefill by their own code, fetched and never copied: the methods of `sparsekv compare` whose
+names end in "_original".
 
     python -m sparsekv.bench.originals            # what is fetched, of which commit, and what is missing
     python -m sparsekv.bench.originals --fetch    # git clones into .peers/, which git ignores
@@ -19,8 +20,8 @@ import math
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,14 +30,22 @@ from unittest import mock
 import torch
 from transformers import PreTrainedModel
 
+from sparsekv.bench.tile_rules import PUBLISHED_LINES
 from sparsekv.kernels.keys import PLAIN
+from sparsekv.kernels.methods import Method
 from sparsekv.planner.evaluation.results import Spent
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 FOLDER = Path(".peers")
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Queries [B, H, S, D], keys and values [B, G, S, D] to the output [B, H, S, D], index building included."""
+_MINFERENCE_FILES = (
+    "minference/ops/pit_sparse_flash_attention_v2.py",
+    "minference/ops/streaming_kernel.py",
+    "csrc/kernels.cpp",
+    "csrc/vertical_slash_index.cu",
+    "../FlexPrefill/flex_prefill/ops/minfer/minfer_attention.py",  # the runner over heads, without its model code
+)
+_GITHUB = "https://github.com/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +53,16 @@ class Ready:
     """An original that can run.
 
     Attributes:
-        attend: its call as its users make it, which is timed.
-        measured: the same, and the share of the causal matrix that it computed.
+        measured: its call on queries [B, H, S, D], keys and values [B, G, S, D]: the output [B, H, S, D], and the share
+            of the causal matrix that it computed.
         setting: what its authors publish.
-        is_attention: False where only its index building runs here, and the output means nothing.
     """
 
-    attend: Attend
     measured: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, float]]
     setting: str
-    is_attention: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Original:
+class Original(Method):
     """One project's code.
 
     Attributes:
@@ -67,13 +72,14 @@ class Original:
         modules: Python packages that it needs beside torch and Triton.
     """
 
-    name: str
-    folder: str
-    url: str
-    commit: str
-    files: tuple[str, ...]
-    modules: tuple[str, ...]
-    prepare: Callable[[Path], Ready]
+    folder: ClassVar[str]
+    url: ClassVar[str]
+    commit: ClassVar[str]
+    files: ClassVar[tuple[str, ...]]
+    modules: ClassVar[tuple[str, ...]] = ()
+
+    def prepare(self, root: Path) -> Ready:
+        raise NotImplementedError
 
     def missing(self, root: Path) -> list[str]:
         """Returns what is not there to run it: files, then packages."""
@@ -124,41 +130,50 @@ class OriginalMode:
 
 # --- MInference 1.0 ---------------------------------------------------------------------------------------------------
 
-PUBLISHED_LINES = (1000, 6096)  # columns and diagonals of nearly every head of its Llama-3.1-8B configuration
 
+class MInferenceCode(Original):
+    name, folder, url = "minference_original", "MInference", f"{_GITHUB}microsoft/MInference"
+    commit = "fb56c917f618e8645f1cfc37535afd7424d78f0d"
+    files = _MINFERENCE_FILES
 
-def minference(root: Path) -> Ready:
-    """Its vertical-slash attention head by head, as its runner does; the index kernel is compiled from its csrc.
+    def prepare(self, root: Path) -> Ready:
+        """Its vertical-slash attention head by head, as its runner does; the index kernel is compiled from its csrc.
 
-    Where neither SGLang nor vLLM is installed, whose kernel it prefers, it runs its own Triton kernel.
-    """
-    folder = root / "MInference"
-    package = _enter("minference", folder / "minference")
-    _enter("minference.ops", folder / "minference" / "ops")
-    if "minference.cuda" not in sys.modules:
-        from torch.utils.cpp_extension import load
+        Where neither SGLang nor vLLM is installed, whose kernel it prefers, it runs its own Triton kernel.
+        """
+        folder = root / "MInference"
+        package = _enter("minference", folder / "minference")
+        _enter("minference.ops", folder / "minference" / "ops")
+        if "minference.cuda" not in sys.modules:
+            from torch.utils.cpp_extension import load
 
-        sources = [str(folder / "csrc" / name) for name in ("kernels.cpp", "vertical_slash_index.cu")]
-        sys.modules["minference.cuda"] = load(name="minference_cuda", sources=sources)
-    kernel: Any = importlib.import_module("minference.ops.pit_sparse_flash_attention_v2")
-    package.vertical_slash_sparse_attention = kernel.vertical_slash_sparse_attention
-    package.streaming_forward = importlib.import_module("minference.ops.streaming_kernel").streaming_forward
-    for name, below in (("flex_prefill", ""), ("flex_prefill.ops", "ops"), ("flex_prefill.ops.minfer", "ops/minfer")):
-        _enter(name, root / "FlexPrefill" / "flex_prefill" / below)
-    runner: Any = importlib.import_module("flex_prefill.ops.minfer.minfer_attention")
-    index = f"convert_vertical_slash_indexes{'' if kernel.convert_vertical_slash_indexes_opt is None else '_opt'}"
-    said = "the kernel of SGLang or vLLM" if kernel.sparse_attn_func is not None else "its Triton kernel"
+            sources = [str(folder / "csrc" / name) for name in ("kernels.cpp", "vertical_slash_index.cu")]
+            sys.modules["minference.cuda"] = load(name="minference_cuda", sources=sources)
+        kernel: Any = importlib.import_module("minference.ops.pit_sparse_flash_attention_v2")
+        package.vertical_slash_sparse_attention = kernel.vertical_slash_sparse_attention
+        package.streaming_forward = importlib.import_module("minference.ops.streaming_kernel").streaming_forward
+        for name, below in (
+            ("flex_prefill", ""),
+            ("flex_prefill.ops", "ops"),
+            ("flex_prefill.ops.minfer", "ops/minfer"),
+        ):
+            _enter(name, root / "FlexPrefill" / "flex_prefill" / below)
+        runner: Any = importlib.import_module("flex_prefill.ops.minfer.minfer_attention")
+        index = f"convert_vertical_slash_indexes{'' if kernel.convert_vertical_slash_indexes_opt is None else '_opt'}"
+        said = "the kernel of SGLang or vLLM" if kernel.sparse_attn_func is not None else "its Triton kernel"
 
-    def attend(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Any:
-        config = {str(head): ["vertical_and_slash", *PUBLISHED_LINES, 1.0] for head in range(q_BHSD.shape[1])}
-        return runner.minfer_attention(q_BHSD, k_BGSD, v_BGSD, config)
+        def attend(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Any:
+            config = {str(head): ["vertical_and_slash", *PUBLISHED_LINES, 1.0] for head in range(q_BHSD.shape[1])}
+            return runner.minfer_attention(q_BHSD, k_BGSD, v_BGSD, config)
 
-    def measured(*tensors: torch.Tensor) -> tuple[Any, float]:
-        out_BHSD, found = _watched(kernel, index, lambda: attend(*tensors))
-        area = sum(64.0 * 64.0 * float(blocks.sum()) + 64.0 * float(singles.sum()) for blocks, _, singles, _ in found)
-        return out_BHSD, area / 64**2 / _causal_tiles(tensors[0], 64)
+        def measured(*tensors: torch.Tensor) -> tuple[Any, float]:
+            out_BHSD, found = _watched(kernel, index, lambda: attend(*tensors))
+            area = sum(
+                64.0 * 64.0 * float(blocks.sum()) + 64.0 * float(singles.sum()) for blocks, _, singles, _ in found
+            )
+            return out_BHSD, area / 64**2 / _causal_tiles(tensors[0], 64)
 
-    return Ready(attend, measured, "{} columns, {} diagonals a head; {}".format(*PUBLISHED_LINES, said))
+        return Ready(measured, "{} columns, {} diagonals a head; {}".format(*PUBLISHED_LINES, said))
 
 
 def _watched(module: Any, name: str, call: Callable[[], Any]) -> tuple[Any, list[Any]]:
@@ -182,116 +197,57 @@ def _causal_tiles(q_BHSD: torch.Tensor, side: int) -> float:
 # --- FlexPrefill ------------------------------------------------------------------------------------------------------
 
 
-def flex_prefill(root: Path) -> Ready:
-    """With the settings of its README for Llama-3.1-8B."""
-    for name, below in (("flex_prefill", ""), ("flex_prefill.ops", "ops")):
-        _enter(name, root / "FlexPrefill" / "flex_prefill" / below)
-    module: Any = importlib.import_module("flex_prefill.ops.flex_prefill_attention")
-    settings = {"gamma": 0.9, "tau": 0.1, "min_budget": 1024, "max_budget": None, "block_size": 128}
+class FlexPrefillCode(Original):
+    name, folder, url = "flexprefill_original", "FlexPrefill", f"{_GITHUB}bytedance/FlexPrefill"
+    commit = "a24b27bf117fd6ad4ba34b0db82c598e7786fd59"
+    files = ("flex_prefill/ops/flex_prefill_attention.py",)
+    modules = ("einops",)
 
-    def attend(*tensors: torch.Tensor) -> Any:
-        return module.flex_prefill_attention(*_by_token(*tensors), **settings).transpose(1, 2)
+    def prepare(self, root: Path) -> Ready:
+        """With the settings of its README for Llama-3.1-8B."""
+        for name, below in (("flex_prefill", ""), ("flex_prefill.ops", "ops")):
+            _enter(name, root / "FlexPrefill" / "flex_prefill" / below)
+        module: Any = importlib.import_module("flex_prefill.ops.flex_prefill_attention")
+        settings = {"gamma": 0.9, "tau": 0.1, "min_budget": 1024, "max_budget": None, "block_size": 128}
 
-    def measured(*tensors: torch.Tensor) -> tuple[Any, float]:
-        call = module.flex_prefill_attention
-        out_BSHD, of_square = call(*_by_token(*tensors), **settings, return_computational_ratio=True)
-        tiles = -(-tensors[0].shape[2] // 128)
-        return out_BSHD.transpose(1, 2), of_square * 2 * tiles / (tiles + 1)
+        def measured(*tensors: torch.Tensor) -> tuple[Any, float]:
+            call = module.flex_prefill_attention
+            out_BSHD, of_square = call(*_by_token(*tensors), **settings, return_computational_ratio=True)
+            tiles = -(-tensors[0].shape[2] // 128)
+            return out_BSHD.transpose(1, 2), of_square * 2 * tiles / (tiles + 1)
 
-    return Ready(attend, measured, "gamma 0.9, tau 0.1, at least 1024 tokens")
+        return Ready(measured, "gamma 0.9, tau 0.1, at least 1024 tokens")
 
 
 # --- FlashPrefill -----------------------------------------------------------------------------------------------------
 
 
-def flash_prefill(root: Path) -> Ready:
-    """The Triton version, with the settings of its vLLM patch for Llama."""
-    _stand_in_for_fla()
-    package = f"{__name__}_flash_prefill"
-    _enter(package, root / "FlashPrefill" / "ops")
-    module: Any = importlib.import_module(f"{package}.flashprefill_native_forward")
+class FlashPrefillCode(Original):
+    name, folder, url = "flashprefill_original", "FlashPrefill", f"{_GITHUB}qhfan/FlashPrefill"
+    commit = "74e42f3d4f636b4f0744c6ffbb7768d35bb0d10e"
+    files = ("ops/flashprefill_native_forward.py",)
 
-    def attend(*tensors: torch.Tensor) -> Any:
-        q_BSHD, k_BSGD, v_BSGD = _by_token(*tensors)
-        out_BSHD = torch.empty_like(q_BSHD)
-        module.flash_prefill(q_BSHD, k_BSGD, v_BSGD, out_BSHD, 128, 2, 4, 0.18, 2, 0)
-        return out_BSHD.transpose(1, 2)
+    def prepare(self, root: Path) -> Ready:
+        """The Triton version, with the settings of its vLLM patch for Llama."""
+        _stand_in_for_fla()
+        package = f"{__name__}_flash_prefill"
+        _enter(package, root / "FlashPrefill" / "ops")
+        module: Any = importlib.import_module(f"{package}.flashprefill_native_forward")
 
-    def measured(*tensors: torch.Tensor) -> tuple[Any, float]:
-        out_BHSD, found = _watched(module, "deal_output_score", lambda: attend(*tensors))
-        return out_BHSD, float(found[0][1].sum()) / _causal_tiles(tensors[0], 128)
+        def attend(*tensors: torch.Tensor) -> Any:
+            q_BSHD, k_BSGD, v_BSGD = _by_token(*tensors)
+            out_BSHD = torch.empty_like(q_BSHD)
+            module.flash_prefill(q_BSHD, k_BSGD, v_BSGD, out_BSHD, 128, 2, 4, 0.18, 2, 0)
+            return out_BSHD.transpose(1, 2)
 
-    return Ready(attend, measured, "alpha 0.18, 2 sink and 4 recent blocks")
+        def measured(*tensors: torch.Tensor) -> tuple[Any, float]:
+            out_BHSD, found = _watched(module, "deal_output_score", lambda: attend(*tensors))
+            return out_BHSD, float(found[0][1].sum()) / _causal_tiles(tensors[0], 128)
 
-
-# --- XAttention -------------------------------------------------------------------------------------------------------
-
-
-def x_attention(root: Path) -> Ready:
-    """Index building alone: its attention kernel (block_sparse_attn) is an extension of its own, which is not built.
-
-    Keys are repeated for every query head, as its model code does.
-    """
-    sys.path.insert(0, str(root / "x-attention"))
-    stand_in: Any = types.ModuleType("block_sparse_attn")
-    stand_in.block_sparse_attn_func = None
-    try:
-        with mock.patch.dict(sys.modules, {"block_sparse_attn": stand_in}):
-            module: Any = importlib.import_module("xattn.src.Xattention")
-    finally:
-        sys.path.remove(str(root / "x-attention"))
-
-    def attend(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Any:
-        k_BHSD = k_BGSD.repeat_interleave(q_BHSD.shape[1] // k_BGSD.shape[1], 1)
-        power = 1 << (q_BHSD.shape[2] - 1).bit_length()
-        chunk = max(2048, min(max(2048, power), 128 * 1024 * 2048 // power))  # the default of its prefill function
-        how = {"block_size": 128, "stride": 16, "threshold": 0.9, "chunk_size": chunk}
-        with _a_name_with_100():
-            return module.xattn_estimate(q_BHSD.contiguous(), k_BHSD, **how)[1]
-
-    def measured(*tensors: torch.Tensor) -> tuple[Any, float]:
-        mask_BHMM, tiles = attend(*tensors), -(-tensors[0].shape[2] // 128)
-        return mask_BHMM, float(mask_BHMM[:, :, :tiles, :tiles].sum()) / _causal_tiles(tensors[0], 128)
-
-    return Ready(attend, measured, "stride 16, threshold 0.9; index building alone", is_attention=False)
-
-
-def _a_name_with_100() -> AbstractContextManager[object]:
-    """It uses its Triton kernels only on GPUs with 100 in their name; they run on others as well, and far faster."""
-    real = torch.cuda.get_device_properties
-
-    class Named:
-        def __init__(self, device: Any = None) -> None:
-            self._real, self.name = real(device), "H100"
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._real, name)
-
-    return mock.patch.object(torch.cuda, "get_device_properties", Named)
+        return Ready(measured, "alpha 0.18, 2 sink and 4 recent blocks")
 
 
 # --- how they are reached ---------------------------------------------------------------------------------------------
-
-_MINFERENCE_FILES = (
-    "minference/ops/pit_sparse_flash_attention_v2.py",
-    "minference/ops/streaming_kernel.py",
-    "csrc/kernels.cpp",
-    "csrc/vertical_slash_index.cu",
-    "../FlexPrefill/flex_prefill/ops/minfer/minfer_attention.py",  # the runner over heads, without its model code
-)
-_XATTN = ("__init__.py", "src/Xattention.py", "src/kernels.py", "src/utils.py")
-_GITHUB = "https://github.com/"
-ORIGINALS = (
-    Original("MInference", "MInference", f"{_GITHUB}microsoft/MInference", "fb56c917f618e8645f1cfc37535afd7424d78f0d",
-             _MINFERENCE_FILES, (), minference),
-    Original("XAttention", "x-attention", f"{_GITHUB}mit-han-lab/x-attention",
-             "e37988770b9d1bebd489eba011d615f35587ba08", tuple(f"xattn/{name}" for name in _XATTN), (), x_attention),
-    Original("FlexPrefill", "FlexPrefill", f"{_GITHUB}bytedance/FlexPrefill",
-             "a24b27bf117fd6ad4ba34b0db82c598e7786fd59", ("flex_prefill/ops/flex_prefill_attention.py",), ("einops",),
-             flex_prefill),
-    Original("FlashPrefill", "FlashPrefill", f"{_GITHUB}qhfan/FlashPrefill", "74e42f3d4f636b4f0744c6ffbb7768d35bb0d10e",
-             ("ops/flashprefill_native_forward.py",), (), flash_prefill),
-)  # fmt: skip
 
 
 def _enter(name: str, folder: Path) -> Any:
@@ -324,10 +280,12 @@ def _by_token(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x.transpose(1, 2).contiguous() for x in tensors]
 
 
+ORIGINALS: tuple[type[Original], ...] = (MInferenceCode, FlexPrefillCode, FlashPrefillCode)
+
 # --- fetching ---------------------------------------------------------------------------------------------------------
 
 
-def fetch(root: Path, originals: tuple[Original, ...] = ORIGINALS) -> Iterator[str]:
+def fetch(root: Path, originals: Sequence[type[Original]] = ORIGINALS) -> Iterator[str]:
     """Clones each at its commit into a folder of its own, and says so; one that is there at that commit stays.
 
     Raises:
@@ -366,7 +324,7 @@ def main() -> int:
     if options.fetch:
         print(*fetch(options.folder), sep="\n")
     for one in ORIGINALS:
-        missing = one.missing(options.folder)
+        missing = one().missing(options.folder)
         print(f"{one.name}: {'missing ' + ', '.join(missing) if missing else 'complete'}")
         print(f"  {one.url} at {one.commit}")
     return 0

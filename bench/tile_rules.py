@@ -1,11 +1,11 @@
-"""Rules by which the row tiles of a head take key tiles, the same in every head: published methods of prefill that no
-plan expresses, each a mode of `evaluate`.
+"""Published methods of sparse prefill as prefill rules, the same in every head: three that take key tiles by estimated
+shares, and two that are patterns of plans anyway (`MInference`, `StreamingLLM`).
 
 A rule estimates which share of a row tile's attention each key tile gets, and takes tiles by these shares, beside those
-that every pattern computes: `cumulative_mass` (FlexPrefill's cumulative-attention index selection, XAttention's
-threshold block selection) the fewest that hold a share of the whole, `max_threshold` (FlashPrefill) those with at least
-a share of the best one's. Of FlexPrefill there is the query-aware block rule alone, without its test of which heads
-take vertical-slash lines instead. Shares are estimated in one of two ways.
+that every pattern computes: FlexPrefill (cumulative-attention index selection) and XAttention (threshold block
+selection) the fewest that hold a share of the whole, FlashPrefill those with at least a share of the best one's. Of
+FlexPrefill there is the query-aware block rule alone, without its test of which heads take vertical-slash lines
+instead. Shares are estimated in one of two ways.
 
 Antidiagonal (XAttention, its importance prediction), with s = STRIDE. Strided row x of a row tile is s of its rows,
 which begin at token p = first + x s; strided key n is the keys n s .. n s + s - 1. Their score is the mean along the
@@ -40,27 +40,21 @@ key tiles, N heads of one KV head, E = s * D.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
-from transformers import PreTrainedModel
 
-from sparsekv.kernels.backends import choose_backend, prefill_attention
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.index.block_sparse import pool_heads, tile_limits
 from sparsekv.kernels.index.layout import IndexCall, IndexLayout, RowTiles, ceil_div, floor_div, take_heads
+from sparsekv.kernels.methods import Layer, PrefillRule
 from sparsekv.kernels.scores import scaled_scores
-from sparsekv.kernels.tiles import NO_TILE, TileIndex, computed_tiles
-from sparsekv.kernels.topk import ascending, blocks
-from sparsekv.planner.evaluation.results import Spent
-from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.patterns import TileShape
-from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
+from sparsekv.kernels.topk import blocks
+from sparsekv.plans.patterns import AShape, Pattern, VerticalSlash, fraction, tokens
 
+PUBLISHED_LINES = (1000, 6096)  # MInference's columns and diagonals
 ScoreKind = Literal["antidiagonal", "pooled"]
 
 STRIDE = 16  # divides every tile side
@@ -203,109 +197,106 @@ def _sum_tiles(weights_BhXJ: torch.Tensor, strides: int, tiles: int) -> torch.Te
     return torch.nn.functional.pad(torch.cat((sums_BhXM, rest_BhX1), -1), (0, tiles - whole - 1))
 
 
-Take = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Which tiles are computed, bool [B, H, R, M], of shares of that shape, tiles that must be and tiles that may be."""
+class _Estimated(PrefillRule):
+    """A rule that takes tiles by the estimated share of their row's attention."""
 
+    score: ClassVar[ScoreKind] = "pooled"
 
-@dataclass(frozen=True, slots=True)
-class TileRule:
-    """A rule in the layers with full attention; decode is dense."""
+    def take(
+        self, shares_BHRM: torch.Tensor, mandatory_B1RM: torch.Tensor, visible_B1RM: torch.Tensor, budget: float
+    ) -> torch.Tensor:
+        """bool [B, H, R, M]; mandatory tiles are added."""
+        raise NotImplementedError
 
-    score: ScoreKind
-    take: Take
-    tile: TileShape
-
-    stepwise = True
-    dense_prefill = False
-
-    @contextmanager
-    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        computed, causal = torch.zeros((), dtype=torch.float64, device=model.device), 0
-
-        def attend(call: AttentionCall) -> torch.Tensor | None:
-            nonlocal computed, causal
-            heads, queries = call.q_BHSD.shape[1:3]
-            if queries == 1 and call.chunk.past[0]:
-                return None
-            own = heads * call.chunk.causal_tiles(self.tile, call.window)
-            causal += own
-            if call.window is not None:
-                computed += own
-                return None
-            index = self.index(call)
-            computed += computed_tiles(index).sum()
-            return self._attend(call, index)
-
-        with capture_attention(model, attend):
-            yield lambda: Spent(float(computed), float(causal))
-
-    def mode(self, info: ModelInfo) -> TileRule:
-        return self
-
-    def index(self, call: AttentionCall) -> TileIndex:
-        index_call = IndexCall.of(call.q_BHSD, call.k_BGKD, call.chunk, self.tile, call.scale, call.window)
-        layout = index_call.layout
+    def tiles(self, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, layer: Layer, budget: float) -> torch.Tensor:
+        call = IndexCall.of(q_BHSD, k_BGKD, layer.chunk, layer.tile, layer.scale, layer.window)
+        layout = call.layout
         shape = (layout.batch, layout.heads, layout.row_tiles, layout.key_tiles)
         kept_BHTM = torch.zeros(shape, dtype=torch.bool, device=layout.device)
-        for rows, scores_BHRM in tile_scores(self.score, range(layout.heads), index_call):
-            tiles = scores_BHRM.shape[-1]
+        for rows, shares_BHRM in tile_scores(self.score, range(layout.heads), call):
+            tiles = shares_BHRM.shape[-1]
             mandatory_BRM, visible_BRM = tile_limits(tiles, layout.locate().part(rows))
-            kept_BHTM[:, :, rows, :tiles] = self.take(scores_BHRM, mandatory_BRM[:, None], visible_BRM[:, None])
-        return _index_of(kept_BHTM, self.tile)
-
-    def _attend(self, call: AttentionCall, index: TileIndex) -> torch.Tensor:
-        q_BHSD, capped = call.q_BHSD, call.softmax.cap > 0.0
-        chosen = choose_backend(q_BHSD.device, q_BHSD.dtype, q_BHSD.shape[3], "auto", self.tile, capped)
-        return prefill_attention(
-            q_BHSD,
-            call.k_BGKD,
-            call.v_BGKD,
-            index,
-            call.chunk,
-            scale=call.scale,
-            softmax=call.softmax,
-            backend=chosen.name,
-        ).out_BHSD
+            taken_BHRM = self.take(shares_BHRM, mandatory_BRM[:, None], visible_BRM[:, None], budget)
+            kept_BHTM[:, :, rows, :tiles] = taken_BHRM
+        return kept_BHTM
 
 
-def max_threshold(alpha: float, tile: TileShape) -> TileRule:
-    """FlashPrefill's rule: tiles of which the share is at least `alpha` times that of their row's best; 0 takes all."""
+class FlashPrefill(_Estimated):
+    """Tiles of which the share is at least `alpha` times that of their row's best; 0 takes all."""
 
-    def take(scores_BHRM: torch.Tensor, mandatory_B1RM: torch.Tensor, visible_B1RM: torch.Tensor) -> torch.Tensor:
-        return mandatory_B1RM | (visible_B1RM & (scores_BHRM >= alpha * scores_BHRM.amax(-1, keepdim=True)))
+    name = "flashprefill"
 
-    return TileRule("pooled", take, tile)
+    @staticmethod
+    def alpha(budget: float) -> float:
+        return 0.0 if budget == 1.0 else 0.99 * (1e-4 / 0.99) ** budget
+
+    def setting(self, budget: float) -> str:
+        return f"alpha {self.alpha(budget):.4g}"
+
+    def take(
+        self, shares_BHRM: torch.Tensor, mandatory_B1RM: torch.Tensor, visible_B1RM: torch.Tensor, budget: float
+    ) -> torch.Tensor:
+        return shares_BHRM >= self.alpha(budget) * shares_BHRM.amax(-1, keepdim=True)
 
 
-def cumulative_mass(score: ScoreKind, mass: float, tile: TileShape) -> TileRule:
-    """The rule of FlexPrefill and XAttention: the fewest tiles that hold `mass` of a row's attention, best first, among
-    equals the lower one; 1 takes all."""
-    least = mass if mass < 1.0 else torch.inf  # rounding must not decide whether the whole has been reached
+class FlexPrefill(_Estimated):
+    """The fewest tiles that hold `gamma` of a row's attention, best first, among equals the lower one; 1 takes all."""
 
-    def take(scores_BHRM: torch.Tensor, mandatory_B1RM: torch.Tensor, visible_B1RM: torch.Tensor) -> torch.Tensor:
-        scores_BHRM = scores_BHRM.nan_to_num(0.0).masked_fill_(~visible_B1RM, 0.0)
-        needed_BHR1 = (least * scores_BHRM.sum(-1, keepdim=True)).nan_to_num_(0.0, posinf=torch.inf)
-        ranked_BHRM = (
-            scores_BHRM.masked_fill(mandatory_B1RM, torch.inf).sort(stable=True, dim=-1, descending=True).indices
-        )
-        shares_BHRM = scores_BHRM.gather(-1, ranked_BHRM)
+    name, knob = "flexprefill", "gamma"
+
+    @staticmethod
+    def mass(budget: float) -> float:
+        """From 0.05 to 0.9995, in steps of what is left out."""
+        return 1.0 if budget == 1.0 else 1.0 - 0.95 * (0.0005 / 0.95) ** budget
+
+    def setting(self, budget: float) -> str:
+        return f"{self.knob} {self.mass(budget):.4g}"
+
+    def take(
+        self, shares_BHRM: torch.Tensor, mandatory_B1RM: torch.Tensor, visible_B1RM: torch.Tensor, budget: float
+    ) -> torch.Tensor:
+        mass = self.mass(budget)
+        least = mass if mass < 1.0 else torch.inf  # rounding must not decide whether the whole has been reached
+        shares_BHRM = shares_BHRM.nan_to_num(0.0).masked_fill(~visible_B1RM, 0.0)
+        needed_BHR1 = (least * shares_BHRM.sum(-1, keepdim=True)).nan_to_num_(0.0, posinf=torch.inf)
+        first_BHRM = shares_BHRM.masked_fill(mandatory_B1RM, torch.inf)
+        ranked_BHRM = first_BHRM.sort(stable=True, dim=-1, descending=True).indices
+        shares_BHRM = shares_BHRM.gather(-1, ranked_BHRM)
         before_BHRM = shares_BHRM.cumsum(-1) - shares_BHRM
-        kept_BHRM = torch.empty_like(scores_BHRM, dtype=torch.bool)
-        kept_BHRM.scatter_(-1, ranked_BHRM, before_BHRM < needed_BHR1)
-        return mandatory_B1RM | (visible_B1RM & kept_BHRM)
-
-    return TileRule(score, take, tile)
+        kept_BHRM = torch.empty_like(shares_BHRM, dtype=torch.bool)
+        return kept_BHRM.scatter_(-1, ranked_BHRM, before_BHRM < needed_BHR1)
 
 
-def _index_of(kept_BHTM: torch.Tensor, tile: TileShape) -> TileIndex:
-    counts_BHT = kept_BHTM.sum(-1, dtype=torch.int32)
-    new = counts_BHT.new_empty
-    return TileIndex(
-        tile=tile,
-        tiles_BHTW=ascending(kept_BHTM, kept_BHTM.shape[-1], NO_TILE).contiguous(),
-        counts_BHT=counts_BHT,
-        columns_BHC=new((*counts_BHT.shape[:2], 0)),
-        live_BHTN=new((*counts_BHT.shape, 0)),
-        dense_H=torch.zeros(counts_BHT.shape[1], dtype=torch.bool, device=counts_BHT.device),
-        dense_heads=(),
-    )
+class XAttention(FlexPrefill):
+    """The same by antidiagonal sums, where the mass is called `tau`."""
+
+    name, knob, score = "xattention", "tau", "antidiagonal"
+
+
+class MInference(PrefillRule):
+    """Its vertical-slash pattern in the ratio of nearly every head of its Llama-3.1-8B configuration, scaled."""
+
+    name = "minference"
+
+    @staticmethod
+    def scale(budget: float) -> float:
+        return float(2.0 ** (-12 + 16 * budget))
+
+    def pattern(self, budget: float) -> Pattern:
+        columns, diagonals = (tokens(round(self.scale(budget) * count)) for count in PUBLISHED_LINES)
+        return VerticalSlash(vertical=columns, slash=diagonals, last_q=64, max_tiles=fraction(1.0))
+
+    def setting(self, budget: float) -> str:
+        return "{:.4g} x ({} columns, {} diagonals)".format(self.scale(budget), *PUBLISHED_LINES)
+
+
+class StreamingLLM(PrefillRule):
+    """Sinks and a window."""
+
+    name = "streamingllm"
+
+    def pattern(self, budget: float) -> Pattern:
+        return AShape(sink=tokens(128), window=fraction(budget))  # it needs four sinks; a tile is computed anyway
+
+    def setting(self, budget: float) -> str:
+        return f"a window of {budget:.4g} of the context"

@@ -47,6 +47,7 @@ SUMMARIES = {
     "seal": "Renew the digest of an edited plan.",
     "publish": "Put a plan beside its model; print a section for its card.",
     "eval": "Measure a model on the tasks, dense and by its plan.",
+    "compare": "Hold methods to one share or time beside a plan.",
     "import": "Make a plan of another tool's settings.",
     "export": "Write a plan for another tool.",
     "schema": "Print the JSON Schema of the plan file.",

@@ -71,7 +71,7 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="FILE",
-            help="Its profile, curves of its model, and what `eval --suite` and `bench own` wrote.",
+            help="Its profile, and what `compare`, `eval --suite` and `bench own` wrote.",
             show_default=False,
         ),
     ] = None,
@@ -90,15 +90,14 @@ def report(
         raise UsageError(
             f"expected the packages that reports need, found no {error.name}; install them: {install_command('report')}"
         ) from error
-    from sparsekv.bench.curve_file import CurvePoint, CurveRun
-    from sparsekv.planner.records import RunFile
+    from sparsekv.bench.compare_file import CompareFile, CompareRun
 
-    given = {one_of_kinds(file, ("profile", "curve", "suite", "own")): file for file in files or ()}
-    points = tuple(RunFile.read(CurveRun, given["curve"]).all(CurvePoint).values()) if "curve" in given else ()
+    given = {one_of_kinds(file, ("profile", "compare", "suite", "own")): file for file in files or ()}
+    compared = CompareFile.read(CompareRun, given["compare"]) if "compare" in given else None
     profiled = _profile_of(loaded, given["profile"]) if "profile" in given else None
     table = _suite_of(loaded, given["suite"]) if "suite" in given else None
     own = _own_of(loaded, given["own"]) if "own" in given else None
-    write_bytes(out, page_of(loaded, sentences(loaded, str(plan)), profiled, points, table, own).encode())
+    write_bytes(out, page_of(loaded, sentences(loaded, str(plan)), profiled, compared, table, own).encode())
     if as_json:
         emit_json({"path": str(out), "model": loaded.model.id, "status": loaded.status})
     else:
@@ -253,7 +252,7 @@ def schema(as_json: Json = False) -> None:
 app = commands.group()
 for run, *examples in (
     (show, "sparsekv show plan.yaml", "sparsekv show ./my-model --full"),
-    (report, "sparsekv report plan.yaml -o report.html", "sparsekv report plan.yaml model.profile curve.json"),
+    (report, "sparsekv report plan.yaml -o report.html", "sparsekv report plan.yaml model.profile compare.jsonl"),
     (diff, "sparsekv diff old.yaml new.yaml", "sparsekv diff ./my-model plan.yaml --json"),
     (validate, "sparsekv validate plan.yaml", "sparsekv validate ./my-model other.yaml --json"),
     (seal, "sparsekv seal plan.yaml", "sparsekv seal ./my-model/sparsekv.yaml --json"),

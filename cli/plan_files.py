@@ -143,7 +143,7 @@ _WHAT = {
     "partial": "an unfinished profile",
     "page": "a page of `sparsekv report`",
     "outcomes": "outcomes of a verification",
-    "curve": "curves of a model",
+    "compare": "what `compare` wrote",
     "suite": "what `eval --suite` wrote",
     "own": "figures of `bench own`",
 }

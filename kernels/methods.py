@@ -11,6 +11,7 @@ queries, P pages, T row tiles, M key tiles, D head size; g is 1 or G.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -113,12 +114,11 @@ class DecodeSelector(Method):
 
 @dataclass(frozen=True, slots=True)
 class QueryStatistics:
-    """Mean and covariance of a layer's queries before rotation, the first four left out, and that rotation."""
+    """Mean and covariance of a layer's queries to come: those of the prompt but for its first four tokens, rotated as
+    the next 512 positions are on average."""
 
     mean_BHD: torch.Tensor
     covariance_BHDD: torch.Tensor
-    cos_FD: torch.Tensor  # of the F positions behind the prompt
-    sin_FD: torch.Tensor
 
 
 class EvictionScore(Method):
@@ -177,10 +177,10 @@ def register_file(path: Path) -> list[str]:
     Raises:
         UsageError: there is no such file, or no method in it.
     """
-    spec = spec_from_file_location(path.stem, path)
+    spec = spec_from_file_location(f"methods of {path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise UsageError(f"expected a Python file of methods, found no {path}; name one that is there")
-    module = module_from_spec(spec)
+    module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     own = [one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == module.__name__]
     classes = [one for one in own if issubclass(one, Method) and one.name]

@@ -54,8 +54,8 @@ def test_the_page_of_models_is_what_the_records_and_the_tests_say(monkeypatch: p
 
 def test_the_tables_of_quality_go_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    monkeypatch.setattr("sparsekv.bench.quality_file.QualityFile.read", lambda kind, path: path.name)
-    monkeypatch.setattr("sparsekv.bench.quality_file.markdown", lambda found: [f"table of {found}"])
+    monkeypatch.setattr("sparsekv.bench.compare_file.CompareFile.read", lambda kind, path: path.name)
+    monkeypatch.setattr("sparsekv.bench.compare_file.markdown", lambda found: [f"table of {found}"])
     monkeypatch.delitem(sys.modules, "build_quality_page", raising=False)
     from build_quality_page import BEGIN, END, PAGE, page
 

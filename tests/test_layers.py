@@ -24,6 +24,7 @@ MEASURE = {
     "cli/bench.py",
     "cli/bench_model.py",
     "cli/bench_own.py",
+    "cli/compare.py",
     "cli/doctor.py",
     "cli/eval.py",
     "cli/plan_commands.py",
@@ -39,7 +40,7 @@ HOSTLESS["runtime/paged"] = {"runtime/paged", "runtime/core", "runtime/stores"} 
 # its module, settings of a host and those of the environment.
 SHARED_NAMES = {"__init__", "cpu", "triton", "prefill", "decode", "settings"}
 SHARED_NAMES |= {path.stem for path in (ROOT / "kernels" / "index" / "triton").glob("*.py")}
-COMMANDS = {"bench", "doctor", "eval", "main", "plan", "run", "serve", "verify"}
+COMMANDS = {"bench", "compare", "doctor", "eval", "main", "plan", "run", "serve", "verify"}
 
 SOURCES = sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
 

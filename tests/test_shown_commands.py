@@ -60,7 +60,7 @@ STAGES = (
             "offload.bench_offload",
             "serve.bench_serve",
             "turns.bench_turns",
-            "peers.bench_peers",
+            "compare.compare_methods",
             "suite.run_suite",
         )
     ),

@@ -1,12 +1,12 @@
-"""Writes the tables of docs/quality.md from files of `sparsekv.bench.quality_table`: `python
-tools/build_quality_page.py quality.json ...`, a model each, in that order."""
+"""Writes the tables of docs/quality.md from files of `sparsekv compare`: `python tools/build_quality_page.py
+compare.jsonl ...`, in that order."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from sparsekv.bench.quality_file import QualityFile, QualityRun, markdown
+from sparsekv.bench.compare_file import CompareFile, CompareRun, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "quality.md"
@@ -19,7 +19,7 @@ def page(text: str, files: list[Path]) -> str:
     _, end, after = rest.partition(END)
     if not end:
         raise SystemExit(f"expected {BEGIN.strip()} and {END.strip()} in {PAGE}, found no pair of them")
-    found = "\n".join("\n".join(markdown(QualityFile.read(QualityRun, file))) + "\n" for file in files)
+    found = "\n".join("\n".join(markdown(CompareFile.read(CompareRun, file))) + "\n" for file in files)
     return before + BEGIN + found + END + after
 
 

@@ -1,6 +1,6 @@
 """The charts of the page, as Vega-Lite specifications of named data.
 
-Field names and filters are fixed here; whatever a plan or a curve says enters as data alone, never as an expression.
+Field names and filters are fixed here; what a plan or a file says enters as data alone, never as an expression.
 """
 
 from __future__ import annotations
@@ -171,32 +171,24 @@ def quality_chart(data: str, lengths: Sequence[int], phases: Sequence[str]) -> d
     return styled(alt.LayerChart(layer=[lines, bounds], width=300, height=220, title=title))
 
 
-def curve_chart(data: str, value: str, title: str, methods: Sequence[str], dense: float | None) -> dict[str, Any]:
-    """One measured value of every method over density, and a dashed line at that of dense."""
+def curve_chart(data: str, spent: str) -> dict[str, Any]:
+    """Divergence of every method over the share that it spends, a line each."""
     few = alt.Axis(tickCount=5)
-    scale = alt.Scale(type="log") if value == "kl" else alt.Scale(zero=False)
-    y = alt.Y(f"{value}:Q", title=title, scale=scale, axis=few)
-    curves = (
+    log = alt.Scale(type="log", nice=False)
+    legend = alt.Legend(orient="bottom", columns=2)
+    chart = (
         alt.Chart(alt.NamedData(name=data))
         .mark_line(point=True)
         .encode(
-            x=alt.X("density:Q", title="density (log)", scale=alt.Scale(type="log", nice=False), axis=few),
-            y=y,
-            order="density:Q",
-            color=alt.Color(
-                "method:N", scale=alt.Scale(domain=list(methods)), legend=alt.Legend(orient="bottom", columns=2)
-            ),
-            tooltip=[
-                alt.Tooltip("method:N"),
-                alt.Tooltip("density:Q", format=".4"),
-                alt.Tooltip("kl:Q", format=".4"),
-                alt.Tooltip("agreement:Q", format=".4"),
-                alt.Tooltip("accuracy:Q", format=".4"),
-            ],
+            x=alt.X("share:Q", title=f"share of the {spent} (log)", scale=log, axis=few),
+            y=alt.Y("kl:Q", title="divergence from dense (nats, log)", scale=alt.Scale(type="log"), axis=few),
+            order="share:Q",
+            color=alt.Color("method:N", legend=legend),
+            strokeDash=alt.StrokeDash("length:O", legend=alt.Legend(title="tokens", orient="bottom")),
+            tooltip=[alt.Tooltip("method:N"), alt.Tooltip("share:Q", format=".4"), alt.Tooltip("kl:Q", format=".4")],
         )
     )
-    layers = [curves] if dense is None else [*_dense_line(y, value, dense), curves]
-    return styled(alt.LayerChart(layer=layers, width=300, height=220))
+    return styled(chart.properties(width=300, height=220))
 
 
 def suite_chart(data: str, methods: Sequence[str], lengths: Sequence[int]) -> dict[str, Any]:
@@ -219,14 +211,6 @@ def suite_chart(data: str, methods: Sequence[str], lengths: Sequence[int]) -> di
         )
     )
     return styled(chart.properties(width=300, height=220))
-
-
-def _dense_line(y: alt.Y, value: str, dense: float) -> tuple[alt.Chart, alt.Chart]:
-    at = alt.Chart(alt.InlineData(values=[{value: dense}]))
-    name = at.mark_text(text="dense", align="right", baseline="bottom", dy=-2, color=GREY)
-    return at.mark_rule(color=GREY, strokeDash=[6, 3], strokeWidth=2).encode(y=y), name.encode(
-        x=alt.value("width"), y=y
-    )
 
 
 def _gradient(field: str, title: str, scale: alt.Scale, **ticks: Any) -> alt.Color:

@@ -1,4 +1,4 @@
-"""Says what the page shows, as rows: from a plan, and from the profile and the curve where they are at hand."""
+"""Says what the page shows, as rows: from a plan, and from the profile where it is at hand."""
 
 from __future__ import annotations
 
@@ -333,22 +333,12 @@ def _gain(sparse: PhaseTime) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CurveRow:
-    """A point of a curve at one length and phase."""
+    """A method at one share."""
 
     method: str
-    density: float
-    kl: float | None
-    agreement: float | None
-    accuracy: float | None
-
-
-def curve_table(rows: Sequence[CurveRow]) -> list[list[str]]:
-    """A header and a row a method."""
-    values = ((row.method, row.density, row.kl, row.agreement, row.accuracy) for row in rows)
-    return [
-        ["Method", "Density", "Divergence, nats", "Top-1 agreement", "Accuracy"],
-        *([_cell(v) for v in row] for row in values),
-    ]
+    length: int
+    share: float
+    kl: float
 
 
 @dataclass(frozen=True, slots=True)

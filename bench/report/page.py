@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,7 +20,7 @@ import jinja2
 import vl_convert
 from markupsafe import Markup
 
-from sparsekv.bench.curve_file import CurvePoint
+from sparsekv.bench.compare_file import SPENT, CompareFile, rows, sentences, table_of
 from sparsekv.bench.own_file import TITLES, OwnFile, figures, result
 from sparsekv.bench.own_page import remarks, table
 from sparsekv.bench.report import charts, facts
@@ -29,7 +28,6 @@ from sparsekv.bench.report.sketch import Sketch
 from sparsekv.plans.brief import sentence
 from sparsekv.plans.schema import Plan, unsupported
 from sparsekv.plans.show import header
-from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
     from sparsekv.bench.suite import SuiteTable
@@ -78,12 +76,12 @@ def report(
     plan: Plan,
     verdict: Sequence[str],
     profile: Profile | None = None,
-    curve: Sequence[CurvePoint] = (),
+    compared: CompareFile | None = None,
     suite: SuiteTable | None = None,
     own: OwnFile | None = None,
 ) -> str:
     """The page of a plan with its verdict, a line each, and with the damages and the similarity of its
-    profile, with measured curves, the results of a suite and the figures of `bench own` where given."""
+    profile, with a comparison, the results of a suite and the figures of `bench own` where given."""
     drawings = _Drawings()
     first = (
         _own(own) if own else None,
@@ -91,7 +89,7 @@ def report(
         _quality(plan, drawings),
         _suite(suite, drawings) if suite else None,
     )
-    last = _curves(curve, drawings)
+    last = _compared(compared, drawings) if compared else None
     patterns = (_prefill(plan, profile, drawings), _decode(plan, profile, drawings))
     sections = [section for section in (*first, *patterns, last) if section]
     drawn = {"charts": drawings.charts, "datasets": drawings.datasets, "sketches": drawings.sketches}
@@ -254,39 +252,11 @@ def _suite(scores: SuiteTable, drawings: _Drawings) -> Section:
     return Section("RULER", (Block(lines=told, charts=(chart,)), *tables))
 
 
-_VALUES = {
-    "kl": "divergence from dense (nats, log, from 1e-6)",
-    "agreement": "top-1 agreement (share of tokens)",
-    "accuracy": "accuracy (share of answers)",
-}
-
-
-def _curves(curve: Sequence[CurvePoint], drawings: _Drawings) -> Section | None:
-    if not curve:
-        return None
-    return Section("Curves", tuple(_curve_blocks(curve, drawings)))
-
-
-def _curve_blocks(curve: Sequence[CurvePoint], drawings: _Drawings) -> Iterator[Block]:
-    groups: dict[tuple[str, int], list[CurvePoint]] = defaultdict(list)
-    for point in curve:
-        groups[point.phase, point.length].append(point)
-    for (phase, length), points in sorted(groups.items(), key=lambda item: (item[0][0] != "prefill", item[0][1])):
-        rows = [facts.CurveRow(p.method, p.density, _visible(p.kl), p.agreement, p.accuracy) for p in points]
-        title = f"{phase.capitalize()}, {format_length(length)} tokens"
-        if len({row.density for row in rows}) == 1:
-            yield Block(title, table=facts.curve_table(rows))
-            continue
-        dense = {"kl": LEAST_KL, "agreement": 1.0, "accuracy": points[0].dense_accuracy}
-        data = drawings.data(f"curve-{phase}-{length}", facts.CurveRow, rows)
-        methods = sorted({point.method for point in curve if point.phase == phase})
-        shown = tuple(
-            drawings.add(f"{data}-{value}", charts.curve_chart(data, value, axis, methods, dense[value]))
-            for value, axis in _VALUES.items()
-            if any(getattr(row, value) is not None for row in rows)
-        )
-        yield Block(title, charts=shown)
-
-
-def _visible(kl: float | None) -> float | None:
-    return None if kl is None else max(kl, LEAST_KL)
+def _compared(file: CompareFile, drawings: _Drawings) -> Section:
+    """Methods held to one share or time."""
+    every = list(rows(file))
+    points = [facts.CurveRow(row.method, row.length, row.share, max(row.kl, LEAST_KL)) for row in every if row.kl]
+    data = drawings.data("compared", facts.CurveRow, points)
+    chart = drawings.add("compared-kl", charts.curve_chart(data, SPENT[file.settings.phase]))
+    lines = [[*row] for row in table_of(file, every)]
+    return Section("Compared", (Block(lines=tuple(sentences(file, every)), charts=(chart,), table=lines),))

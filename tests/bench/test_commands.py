@@ -64,8 +64,8 @@ def test_decode_from_host_memory_stands_beside_decode_on_the_device(sparsekv, fo
 
 @pytest.mark.parametrize(
     "command",
-    [("eval", "--suite", "ruler", "-o"), ("bench", "peers", "-o")],
-    ids=["suite", "peers"],
+    [("eval", "--suite", "ruler", "-o"), ("compare", "-o")],
+    ids=["suite", "compare"],
 )
 def test_a_second_run_into_one_file_is_refused_before_it_measures(sparsekv, folder, tmp_path, command):
     out = tmp_path / "results.json"

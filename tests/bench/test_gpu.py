@@ -9,12 +9,9 @@ from sparsekv.bench.decode import bench_decode, check_decode
 from sparsekv.bench.hand_plans import HandDecode
 from sparsekv.bench.harness import try_each
 from sparsekv.bench.kernels import KernelBench, bench_kernels
-from sparsekv.bench.peers import METHODS
-from sparsekv.bench.peers_file import PeerRow, PeersFile, PeersRun
 from sparsekv.bench.random_model import random_model
 from sparsekv.bench.step_attention import StepAttention
 from sparsekv.bench.token_runs import DecodeBench
-from sparsekv.cli import bench
 from sparsekv.plans.patterns import TileShape, tokens
 from sparsekv.runtime.hf.placement import layouts_of
 
@@ -66,18 +63,3 @@ def test_decode_steps_are_captured_unless_the_selector_looks_back():
     assert "captured" not in captured.note
     assert launched.own["replay_ms"] is None
     assert "looks at older queries" in launched.note
-
-
-def test_published_methods_and_dense_kernels_are_timed_side_by_side(asked, tmp_path):
-    out = tmp_path / "peers.json"
-    call = {"model": "llama3-8b", "random_weights": True, "lengths": "16k", "density": "10%", "repeats": 1, "out": out}
-    done = asked(bench.peers, bench.PeersFlags, **call)
-    assert done.code == 0, done.err
-    rows = {(row.method, row.at): row for row in PeersFile.read(PeersRun, out).all(PeerRow).values()}
-    assert rows["FlashAttention-2 (torch's)", "dense"].whole_ms > 0
-    assert rows["cuDNN", "dense"].whole_ms > 0
-    for name in METHODS:
-        row = rows[name, "equal"]
-        assert (row.note, row.timed_density) == ("", pytest.approx(0.1, rel=0.15)), row
-        assert row.index_ms < row.whole_ms
-    assert rows["sparsekv", "plan"].error < 0.1

@@ -15,7 +15,7 @@ import pytest
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
 from plans_samples import digest_of, full_plan, model_info, small_plan
 
-from sparsekv.bench.curve_file import CurvePoint, CurveRun
+from sparsekv.bench.compare_file import CompareRun, Held, Sampled
 from sparsekv.bench.report.facts import (
     pattern_maps,
 )
@@ -78,7 +78,7 @@ def hostile_plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan, its profile, and a curve."""
+    """A plan, its profile, and a comparison."""
     folder = tmp_path_factory.mktemp("report")
     rng = np.random.default_rng(0)
     reuse = made_up_reuse(np.full((3, 3), 0.5))
@@ -90,17 +90,20 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=(segment,)),))
     plan = Plan(status="unverified", model=made_up_model(), prefill=prefill, decode=decode, cost=two_lengths())
     write_plan(plan, folder / "plan.yaml")
-    point = {"length": 4096, "phase": "prefill", "density": 0.1, "kl": 0.0, "agreement": None, "accuracy": 0.9}
-    sparser = point | {"density": 0.05, "dense_accuracy": 0.95}
-    points = [sparser | {"method": HOSTILE}, point | {"method": "ours"}, point | {"method": "ours", "length": 8192}]
-    write_curve(folder / "curve.json", points)
+    write_compared(folder / "compare.jsonl", ("sparsekv", 0.0), (HOSTILE, 0.1))
     write_plan(hostile_plan(), folder / "hostile.yaml")
     return folder
 
 
-def write_curve(path: Path, points: list[dict[str, object]]) -> None:
-    run = CurveRun(model="m", architecture=digest_of("a"), dtype="float32", seed=0, samples=1, versions={}, tasks=())
-    RunFile(run, path).add(*map(CurvePoint.model_validate, points))
+def write_compared(path: Path, *methods: tuple[str, float]) -> None:
+    same = {"phase": "prefill", "suite": "ruler", "reference": "sparsekv", "device": "cpu", "backend": "auto"}
+    run = CompareRun(model="m", architecture=digest_of("a"), dtype="float32", seed=0, samples=1, versions={}, **same)
+    at = {"task": "fwe", "length": 4096, "number": 0, "score": 0.5, "share": 0.1}
+    for name, kl in methods:
+        RunFile.of(run, path).add(
+            Held(method=name, at="0.1", length=4096, target=0.1), Sampled(method=name, at="0.1", kl=kl, **at)
+        )
+    RunFile.of(run, path).add(Sampled(method="dense", at="1", kl=0.0, **at))
 
 
 def two_lengths() -> Cost:
@@ -109,7 +112,7 @@ def two_lengths() -> Cost:
 
 
 def everything(files: Path) -> tuple[object, ...]:
-    return "report", files / "plan.yaml", files / "profile.json", files / "curve.json"
+    return "report", files / "plan.yaml", files / "profile.json", files / "compare.jsonl"
 
 
 def test_the_page_runs_one_script_and_loads_nothing(sparsekv, files, tmp_path) -> None:
@@ -135,7 +138,7 @@ def test_every_chart_has_its_place_and_the_fields_that_it_draws(sparsekv, files,
     assert places == set(charts) | set(page.data["sketches"])
     assert set(charts) == {
         *("patterns-0", "density-0", "damage-0", "reads-map", "similarity-matrix", "prefill-time", "decode-time"),
-        *("curve-prefill-4096-kl", "curve-prefill-4096-accuracy"),  # no agreement was measured; at 8192 one density
+        "compared-kl",
     }
     assert len(charts["similarity-matrix"]["layer"]) == 2
     for chart in charts.values():
@@ -155,15 +158,15 @@ def fields_of(encoding: Any) -> Iterator[str]:
             yield from fields_of(part)
 
 
-def test_nothing_in_a_plan_or_a_curve_becomes_markup(sparsekv, files, tmp_path) -> None:
+def test_nothing_in_a_plan_or_a_comparison_becomes_markup(sparsekv, files, tmp_path) -> None:
     path = tmp_path / "page.html"
-    assert sparsekv("report", files / "hostile.yaml", files / "curve.json", "-o", path).code == 0
+    assert sparsekv("report", files / "hostile.yaml", files / "compare.jsonl", "-o", path).code == 0
     page = Page(path.read_text())
     assert "img" not in page.tags
     assert len(page.scripts) == 2
     assert "onerror" not in {name for name, _ in page.attributes}
     assert page.text.count(HOSTILE) >= 8
-    assert HOSTILE in {row[0] for row in page.data["datasets"]["curve-prefill-4096"]["rows"]}
+    assert HOSTILE in {row[0] for row in page.data["datasets"]["compared"]["rows"]}
 
 
 def test_a_page_is_replaced_and_no_other_file(sparsekv, files, tmp_path) -> None:

@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from index_cases import TILES, Layer, layers, make_layer
 from tile_masses import antidiagonal_scores, pooled_scores, visible_tiles
 
-from sparsekv.bench.tile_rules import TileRule, cumulative_mass, max_threshold, tile_scores
+from sparsekv.bench.tile_rules import FlashPrefill, FlexPrefill, XAttention, tile_scores
+from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.index.layout import IndexCall
-from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex
-from sparsekv.plans.patterns import Dense
-from sparsekv.runtime.hf.observe import AttentionCall
+from sparsekv.kernels.methods import PrefillRule, register
+from sparsekv.kernels.tiles import NO_TILE, Chunk
+from sparsekv.plans.patterns import Dense, Registered, fraction
 
 KINDS = ("antidiagonal", "pooled")
+BY_MASS = {XAttention: "tau", FlexPrefill: "gamma"}
 CLOSE = 1e-5
 often = settings(
     max_examples=60,
@@ -78,15 +80,13 @@ def mandatory_of(layer: Layer, first: int, last: int) -> set[int]:
     return {0, first // key - 1, *range(first // key, last // key + 1)} & set(seen)
 
 
-def index_of(rule: TileRule, layer: Layer) -> TileIndex:
-    return rule.index(
-        AttentionCall(0, layer.q_BHSD, layer.k_BGKD, layer.k_BGKD, layer.chunk, layer.scale, layer.window)
+def taken(rule: type[PrefillRule], budget: float, layer: Layer):
+    """Of every row tile that is not padding: tiles taken, estimated shares, tiles that must be, seen."""
+    register([rule])
+    patterns = [Registered(name=rule.name, budget=fraction(budget))] * len(layer.patterns)
+    index = build_index(
+        patterns, layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, scale=layer.scale, window=layer.window
     )
-
-
-def taken(rule: TileRule, layer: Layer):
-    """Of every row tile that is not padding: (head, tiles taken, estimated shares, tiles that must be, seen)."""
-    index = index_of(rule, layer)
     shares_BHTM = scores_of(rule.score, list(range(len(layer.patterns))), layer)
     for b, (past, length) in enumerate(zip(layer.chunk.past, layer.chunk.lengths, strict=True)):
         for t, first in enumerate(range(past, length, layer.tile.query)):
@@ -99,9 +99,12 @@ def taken(rule: TileRule, layer: Layer):
 
 
 @often
-@given(dense_layers, st.sampled_from(KINDS), st.one_of(st.just(1.0), st.floats(0.001, 0.999)))
-def test_rows_hold_their_mass_with_the_fewest_tiles(layer: Layer, kind: str, mass: float) -> None:
-    for kept, shares, mandatory, seen in taken(cumulative_mass(kind, mass, layer.tile), layer):
+@given(dense_layers, st.sampled_from([*BY_MASS]), st.one_of(st.just(1.0), st.floats(0.001, 0.999)))
+def test_rows_hold_their_mass_with_the_fewest_tiles(layer: Layer, kind: type[FlexPrefill], budget: float) -> None:
+    budget = round(budget, 6)  # as plans have it
+    mass = kind.mass(budget)
+    assert kind().setting(budget) == f"{BY_MASS[kind]} {mass:.4g}"
+    for kept, shares, mandatory, seen in taken(kind, budget, layer):
         assert mandatory <= kept <= seen
         need, held = mass * sum(shares[tile] for tile in seen), sum(shares[tile] for tile in kept)
         assert held >= need - CLOSE
@@ -114,17 +117,19 @@ def test_rows_hold_their_mass_with_the_fewest_tiles(layer: Layer, kind: str, mas
 
 
 @often
-@given(dense_layers, st.floats(0.0, 1.0))
-def test_rows_take_the_tiles_with_a_share_of_the_best_ones(layer: Layer, alpha: float) -> None:
-    for kept, shares, mandatory, seen in taken(max_threshold(alpha, layer.tile), layer):
+@given(dense_layers, st.floats(0.001, 1.0))
+def test_rows_take_the_tiles_with_a_share_of_the_best_ones(layer: Layer, budget: float) -> None:
+    budget = round(budget, 6)
+    alpha = FlashPrefill.alpha(budget)
+    for kept, shares, mandatory, seen in taken(FlashPrefill, budget, layer):
         above = {tile for tile in seen if shares[tile] >= torch.tensor(alpha) * torch.tensor(max(shares))}
         assert kept == above | mandatory
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BY_MASS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_scores_that_are_not_numbers_leave_a_list_that_kernels_can_read(kind: str, bad: float) -> None:
+def test_scores_that_are_not_numbers_leave_a_list_that_kernels_can_read(kind: type[FlexPrefill], bad: float) -> None:
     layer = make_layer([Dense()], Chunk((0,), (700,)), TILES[0])
     layer.q_BHSD[0, :, 500, 3] = bad
-    for kept, _, mandatory, seen in taken(cumulative_mass(kind, 0.9, TILES[0]), layer):
+    for kept, _, mandatory, seen in taken(kind, 0.4, layer):
         assert mandatory <= kept <= seen

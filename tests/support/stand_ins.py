@@ -16,7 +16,7 @@ from model_folders import save_model, sparse_plan
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 from tiny_models import VOCABULARY, tiny_model
 
-from sparsekv.bench.curve_file import CurvePoint, CurveRun
+from sparsekv.bench.compare_file import CompareRun, Sampled
 from sparsekv.bench.ruler_suite import RULER_SUITE
 from sparsekv.bench.suite import SuiteCell, SuiteRun
 from sparsekv.planner.records import RunFile, RunRecord, RunSettings, write_measured
@@ -34,7 +34,7 @@ _FILES = {
     "plan": r"--plan .+|.* (PLAN|.+\.yaml)",
     "preset": r".* (preset|minference)\.profile",
     "profile": r"--profile .+|.* .+\.profile",
-    "curve": r".* (.+\.16k|curve)\.json|report\.html FILE",
+    "compare": r"report .*compare\.jsonl|report\.html FILE|.* compare\.jsonl",
     "suite": r".* ruler\.jsonl",
     "own": r"--prompts .+",
     "pattern": r".* best_pattern\.json",
@@ -51,7 +51,7 @@ class StandIns:
     folder: Path
     loaded: LoadedModel
     plan: Plan
-    row: CurvePoint
+    row: Sampled
     make: dict[str, Callable[[Path], object]]
 
     def put(self, word: str, before: str = "") -> None:
@@ -76,12 +76,11 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
         made_up_length(length, np.random.default_rng(0), levels=_LEVELS).model_copy(update=reuse) for length in _PLANNED
     )
     profile = made_up_profile(*lengths, model=loaded.info)
-    row = CurvePoint(
-        length=2048, phase="prefill", method="plan", setting="given", density=0.5, kl=0.1, agreement=0.9, samples=1
-    )
+    row = Sampled(method="dense", at="1", task="fwe", length=2048, number=0, score=1.0, kl=0.0, share=1.0)
     score = {"recall": (1.0,), "exact": (1.0,), "prefill_density": 1.0}
     cells = [SuiteCell(method="dense", device="cpu", task=task, length=1024, **score) for task in RULER_SUITE]
     drawn = {"seed": 0, "samples": 1}
+    compared = {"phase": "prefill", "suite": "ruler", "reference": "sparsekv", "device": "cpu", "backend": "auto"}
 
     def write(settings: RunSettings, records: Sequence[RunRecord], path: Path) -> None:
         file = RunFile(settings)
@@ -92,7 +91,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
     make = {
         "profile": lambda path: write_measured(profile, path),
         "preset": lambda path: write_measured(profile.model_copy(update={"preset": "minference"}), path),
-        "curve": lambda path: write(CurveRun.of(loaded, tasks=(), **drawn), [row], path),
+        "compare": lambda path: write(CompareRun.of(loaded, **compared, **drawn), [row], path),
         "suite": lambda path: write(SuiteRun.of(loaded, phase="both", backend="auto", **drawn), cells, path),
         "own": lambda path: path.write_text(
             '{"prompt": "The number is 2206914. The number is", "answer": " 2206914"}\n' * 4

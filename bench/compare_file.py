@@ -1,0 +1,254 @@
+"""The file of `sparsekv compare`: the outcome of every sample, what each method was held to, and tables of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from sparsekv.bench.suite import ModelRun
+from sparsekv.planner.evaluation.predictions import DENSE
+from sparsekv.planner.evaluation.results import Interval, bootstrap_interval, score_interval
+from sparsekv.planner.records import RunFile, RunRecord
+from sparsekv.plans.types import (
+    Digest,
+    Length,
+    Natural,
+    NonNegative,
+    Portion,
+    Positive,
+    Share,
+    Text,
+    columns,
+    format_length,
+)
+
+Name = tuple[str, str]  # of a method, and what it is held to
+DENSE_NAME: Name = (DENSE, "1")
+SPENT = {"prefill": "tiles", "decode": "tokens read", "eviction": "bytes"}
+
+
+class Sampled(RunRecord):
+    """One method on one sample.
+
+    Attributes:
+        at: what it is held to.
+        kl: divergence from dense on dense's own text, a mean over its first tokens.
+        share: of tiles, of tokens read or of bytes, of the batch.
+        prefill_seconds, step_seconds: of its prompt and of a step of its batch; None in plain torch.
+    """
+
+    method: Text
+    at: Text
+    task: Text
+    length: Length
+    number: Natural
+    score: Portion
+    kl: NonNegative
+    share: Portion
+    prefill_seconds: NonNegative | None = None
+    step_seconds: NonNegative | None = None
+
+    @property
+    def key(self) -> tuple[str, str, int, str, int]:
+        return self.method, self.at, self.length, self.task, self.number
+
+
+class Held(RunRecord):
+    """What a method was set to at a length.
+
+    Attributes:
+        target: the share, or seconds, that it was held to.
+        made_by: digest of its plan, or of its code where that is no part of sparsekv.
+    """
+
+    method: Text
+    at: Text
+    length: Length
+    target: NonNegative
+    budget: Share | None = None
+    setting: str = ""
+    made_by: Digest | None = None
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.method, self.at, self.length
+
+
+class CompareRun(ModelRun):
+    """Runs into one file: more methods, shares, tasks, lengths and samples may be added."""
+
+    WHAT: ClassVar[str] = "results of `sparsekv compare`"
+    RECORDS: ClassVar[Any] = Sampled | Held
+    TOLD: ClassVar[frozenset[str]] = ModelRun.TOLD | {"samples"}
+    kind: Literal["sparsekv.compare"] = "sparsekv.compare"
+    schema_version: Literal[1] = 1
+    phase: Literal["prefill", "decode", "eviction"]
+    suite: Text
+    reference: Text
+    samples: Positive
+    device: Text
+    backend: Text
+    profile: Digest | None = None
+
+
+class CompareFile(RunFile[CompareRun]):
+    """The results so far."""
+
+    def missing(self, *names: Name, task: str, length: int, numbers: Sequence[int]) -> list[Name]:
+        known = self.all(Sampled)
+        return [name for name in names if any((*name, length, task, number) not in known for number in numbers)]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One method at one length beside dense and the reference, over the samples that all three have.
+
+    Attributes:
+        over_dense, over: mean of its score, or the reference's, minus dense's, or its own, with the 95% interval of
+            paired differences; in percent. The second is None of the reference itself.
+        kl_interval: None of a single sample.
+        prefill_seconds, step_seconds: medians.
+    """
+
+    method: str
+    at: str
+    length: int
+    setting: str
+    samples: int
+    score: float
+    over_dense: tuple[float, Interval] | None
+    over: tuple[float, Interval] | None
+    kl: float
+    kl_interval: Interval | None
+    share: float
+    prefill_seconds: float | None
+    step_seconds: float | None
+
+
+def rows(file: CompareFile) -> Iterator[Row]:
+    """By length and what is held to, dense first and then the reference."""
+    names: dict[tuple[int, str], dict[str, None]] = {}
+    for one in file.all(Held).values():
+        names.setdefault((one.length, one.at), {})[one.method] = None
+    for (length, at), methods in sorted(names.items()):
+        ordered = sorted(methods, key=lambda name: name != file.settings.reference)
+        yield from (row for name in (DENSE, *ordered) if (row := _row(file, name, at, length)))
+
+
+def _row(file: CompareFile, method: str, at: str, length: int) -> Row | None:
+    reference = file.settings.reference
+    own, ours = _of(file, method, at, length), _of(file, reference, at, length)
+    dense = _of(file, DENSE, DENSE_NAME[1], length)
+    if method == DENSE:
+        own = dense
+    if not own:
+        return None
+    held = file.all(Held).get((method, at, length))
+    is_compared = method not in (DENSE, reference) and ours.keys() & own.keys()
+    kls = [one.kl for one in own.values()]
+    return Row(
+        method=method,
+        at=at,
+        length=length,
+        setting=held.setting if held else "",
+        samples=len(own),
+        score=100.0 * float(np.mean([one.score for one in own.values()])),
+        over_dense=None if method == DENSE else _difference(dense, own),
+        over=_difference(own, ours) if is_compared else None,
+        kl=float(np.mean(kls)),
+        kl_interval=bootstrap_interval(kls),
+        share=float(np.mean([one.share for one in own.values()])),
+        prefill_seconds=_median([one.prefill_seconds for one in own.values()]),
+        step_seconds=_median([one.step_seconds for one in own.values()]),
+    )
+
+
+Samples = dict[tuple[str, int], Sampled]
+
+
+def _of(file: CompareFile, method: str, at: str, length: int) -> Samples:
+    every = file.all(Sampled).values()
+    return {(one.task, one.number): one for one in every if (one.method, one.at, one.length) == (method, at, length)}
+
+
+def _difference(one: Samples, other: Samples) -> tuple[float, Interval]:
+    """The mean of other minus one over the samples of both, in percent."""
+    both = [key for key in one if key in other]
+    scores = [one[key].score for key in both], [other[key].score for key in both]
+    low, high = score_interval(*scores)
+    return 100.0 * float(np.mean(scores[1]) - np.mean(scores[0])), (100.0 * low, 100.0 * high)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def table_of(file: CompareFile, every: Sequence[Row]) -> list[tuple[str, ...]]:
+    """A header and a line a row."""
+    reference, spent = file.settings.reference, SPENT[file.settings.phase]
+    header = (
+        *("length", "held to", "method", "setting", spent, "score", "minus dense", f"{reference} minus it"),
+        *("divergence", "prompt s", "step ms"),
+    )
+    return [header, *map(_cells, every)]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    kl = f"{row.kl:.4f}" + ("" if row.kl_interval is None else " [{:.4f}, {:.4f}]".format(*row.kl_interval))
+    return (
+        *(format_length(row.length), row.at, row.method, row.setting or "-", f"{row.share:.3f}", f"{row.score:.1f}"),
+        *(_points(row.over_dense), _points(row.over), "-" if row.method == DENSE else kl),
+        "-" if row.prefill_seconds is None else f"{row.prefill_seconds:.3f}",
+        "-" if row.step_seconds is None else f"{1000.0 * row.step_seconds:.1f}",
+    )
+
+
+def _points(difference: tuple[float, Interval] | None) -> str:
+    return "-" if difference is None else "{:+.1f} [{:+.1f}, {:+.1f}]".format(difference[0], *difference[1])
+
+
+def text(file: CompareFile) -> str:
+    """The table and the sentences below it."""
+    every = list(rows(file))
+    table = columns(table_of(file, every), right=(4, 5, 9, 10))
+    facts = f"{file.settings.model}, {file.settings.dtype}, {file.settings.device}, {file.settings.suite}"
+    return "\n\n".join((table, facts, *sentences(file, every)))
+
+
+def markdown(file: CompareFile) -> Iterator[str]:
+    """Lines of a page: what was run, the table, and a sentence for each comparison."""
+    settings, every = file.settings, list(rows(file))
+    yield f"{settings.model}, {settings.dtype}, {settings.device}, {settings.phase}, {settings.suite}:\n"
+    header, *lines = (f"| {' | '.join(row)} |" for row in table_of(file, every))
+    yield from (header, "|---" * (header.count(" | ") + 1) + "|", *lines)
+    yield ""
+    yield from (f"- {sentence}" for sentence in sentences(file, every))
+
+
+def sentences(file: CompareFile, every: Sequence[Row]) -> Iterator[str]:
+    """How the reference stands to the nearest of the others, for each length and what they are held to."""
+    reference, spent = file.settings.reference, SPENT[file.settings.phase]
+    for length, at in dict.fromkeys((row.length, row.at) for row in every):
+        same = [row for row in every if (row.length, row.at) == (length, at)]
+        ours = next((row for row in same if row.method == reference), None)
+        others = [row for row in same if row.over is not None]
+        if ours is None or not others:
+            continue
+        best = min(others, key=lambda row: row.kl)
+        assert best.over is not None
+        difference, (low, high) = best.over
+        more = "more" if low > 0.0 else "fewer" if high < 0.0 else None
+        told = f"{abs(difference):.1f} points {more}" if more else "no difference of scores is shown"
+        ratio = f"{ours.kl / best.kl:.2f} of that of {best.method}" if best.kl else f"{best.method} has none"
+        yield (
+            f"At {format_length(length)}, {reference} at {ours.share:.3f} of the {spent} diverges by {ours.kl:.4f} "
+            f"nats, {ratio}, the nearest of {len(others)} others, at {best.share:.3f}: {told} "
+            f"[{low:+.1f}, {high:+.1f}] on {min(ours.samples, best.samples)} samples."
+        )
