@@ -1,4 +1,4 @@
-"""Three methods of one's own, one of each kind, for `sparsekv compare MODEL --methods examples/my_method.py`.
+"""Three methods of one's own, one of each kind, for `--methods examples/my_method.py` of `sparsekv compare`.
 
 Shapes: B batch, H query heads, G KV heads, S queries, K keys, T row tiles, M key tiles, L new keys, D head size.
 """
