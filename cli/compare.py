@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from sparsekv.cli import commands
-from sparsekv.cli.arguments import Output, Subject, plan_file, settings_of
-from sparsekv.cli.output import emit, emit_json, tell
+from sparsekv.cli.arguments import Subject, plan_file, settings_of
+from sparsekv.cli.output import emit, tell
 from sparsekv.cli.plan_files import check_writable, only_writer
-from sparsekv.planner.flags import MOST, Count, Flag, Key, Lengths, Names, shares, text
+from sparsekv.planner.flags import MOST, Count, Flag, Key, Lengths, Names, Options, shares, text
 from sparsekv.planner.options import Hardware, check_lengths
 from sparsekv.plans.errors import UsageError, install_command
 from sparsekv.plans.files import load_plan
@@ -32,7 +31,7 @@ def _held_to(text: str) -> Literal["time"] | tuple[float, ...]:
     return "time" if text == "time" else shares(text)
 
 
-class CompareFlags(Output):
+class CompareFlags(Options):
     model: Annotated[str, Flag("Alias, hub id, folder or GGUF file.", metavar="MODEL", is_argument=True)]
     plan: Annotated[
         Path | None, Flag("Ours; by default the plan in the model's folder or repository.", metavar="FILE")
@@ -93,7 +92,7 @@ def _compare(flags: CompareFlags) -> None:
         check_writable(flags.picture)
     subject = Subject.named(flags.model, flags.plan).checked(flags, flags.lengths)
     from sparsekv.bench.compare import Asked, compare_methods
-    from sparsekv.bench.compare_file import CompareFile, rows
+    from sparsekv.bench.compare_file import CompareFile
     from sparsekv.bench.compare_file import text as table
     from sparsekv.bench.ruler_suite import SUITES
     from sparsekv.planner.profile.profile_data import Profile
@@ -129,10 +128,7 @@ def _compare(flags: CompareFlags) -> None:
         tell(f"time is over: the same command goes on from {flags.out}")
     if flags.picture is not None:
         _draw(file, flags.picture)
-    if flags.as_json:
-        emit_json([asdict(row) for row in rows(file)])
-    else:
-        emit(table(file))
+    emit(table(file))
 
 
 def _methods(flags: CompareFlags, ours: Plan | None, has_profile: bool) -> tuple[tuple[str, ...], dict[str, Plan]]:
