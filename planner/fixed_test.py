@@ -23,7 +23,8 @@ from sparsekv.plans.types import format_length
 ERROR = 0.05  # of calling a plan verified by mistake, over the rungs of one `plan`
 RUNGS = (ERROR / 2, ERROR / 4, ERROR / 4)  # levels of the first plan that is tried, and of the denser ones behind it
 LONG = 65536  # tokens; a longer prompt takes minutes, so that one length is tested, with few prompts
-LEAST_TASKS = 3  # judged at each sparse length
+TURNS = "turns"  # a task of one length alone
+LEAST_TASKS = 3  # others that are judged at each sparse length
 MEAN_NATS, WORST_NATS = 0.02, 0.2  # divergence beyond rounding at a length: its mean, and the mean of its worst tenth
 _NET_LOSS = "net loss of right answers"
 _WORST = 0.1
@@ -143,7 +144,7 @@ class FixedTest:
     @property
     def too_few(self) -> tuple[int, ...]:
         """The lengths at which too little is judged to verify anything."""
-        tasks = Counter(cell.length for cell in self._judged_apart)
+        tasks = Counter(cell.length for cell in self._judged_apart if cell.task != TURNS)
         few = [length for length in _lengths(self._apart) if tasks[length] < LEAST_TASKS]
         prompts, answered = (sum(getattr(cell, name) for cell in self._pooled) for name in ("prompts", "answered"))
         enough = prompts >= self.sizes.own if self.own else answered >= self.sizes.long_answered

@@ -19,7 +19,7 @@ from sparsekv.planner.evaluation import EvalSamples, Evaluator, Mode, PlanMode
 from sparsekv.planner.evaluation.evaluator import DenseBatch
 from sparsekv.planner.evaluation.given import NEAR_END, GivenSamples
 from sparsekv.planner.evaluation.results import Outcome, Spent
-from sparsekv.planner.fixed_test import LONG, Cell, Sizes, missing_prompts, more_prompts
+from sparsekv.planner.fixed_test import LONG, TURNS, Cell, Sizes, missing_prompts, more_prompts
 from sparsekv.planner.options import Settled
 from sparsekv.planner.progress import StageStep
 from sparsekv.planner.records import RunFile, RunRecord, RunSettings
@@ -36,7 +36,6 @@ from sparsekv.runtime.hf.describe import takes_one_piece
 # One key among hundreds like it, several values, two stages; and three that small models answer too. Each further cell
 # is one more that a lossless plan can miss: the simulation of the test holds for as many as there are.
 TESTED = ("kv_retrieval", "niah_multivalue", "two_stage", "niah_single", "quote_text", "quote_code")
-TURNS = "turns"  # one cell more
 BROKEN = 20.0  # nats, of a prompt without finite probabilities
 
 Exact = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # not rounded: two halves are to give one whole

@@ -9,7 +9,7 @@ as asked picks every token of it, which is how answers are scored here.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise, starmap
 
 import numpy as np
 
@@ -23,13 +23,14 @@ from sparsekv.planner.tasks.documents import (
     longest_key,
     longest_value,
 )
-from sparsekv.planner.tasks.text import PieceEncoder, TaskError
+from sparsekv.planner.tasks.text import Filler, PieceEncoder, TaskError
 from sparsekv.planner.tasks.wording import WORDINGS, Asked, Pieces, Wording, filled
 
 _NEEDLE_DIGITS = 7
 _NEEDLES = 4  # values of a key, or keys that are asked for
 _DIGITS = 5  # of every other value
 _PROBE = 16  # pairs, to see how long one is
+_SPARE = 128  # tokens of text beside those of turns, which begin with a line; a long sample has 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,8 @@ class Turns:
     """A session: numbers for keys, planted in text that comes in turns, each of which asks for one planted so far.
 
     The first prompt has half of the text or more, each later one a size of `sizes`, the longest or the shortest of them
-    last. Nothing but the last answer counts.
+    last. Text goes on from turn to turn. Nothing but the last answer counts; it stands in the first prompt half of the
+    time, else in any turn.
     """
 
     name: str = "turns"
@@ -159,11 +161,14 @@ class Turns:
         """See `Task`. Each of the request's questions has a turn."""
         later = [min(size, request.length // 2) for size in self.sizes[: request.queries - 1]]
         sizes = [request.length - sum(later), *later[:: draws.rng.choice((1, -1))]]
-        earliest, *needles = _needles(kit, draws, len(sizes) + 1)  # there is more than one to ask for at the end
-        units = _asked_in_turn(earliest, needles, draws)
         rooms = [None] * len(later) + [request.answer_room]
         requests = (DocumentRequest(size, answer_room=room) for size, room in zip(sizes, rooms, strict=True))
-        turns = [build(kit, [unit], request, draws) for unit, request in zip(units, requests, strict=True)]
+        units = _asked_in_turn(kit, len(sizes), draws)
+        texts = _passages(Filler(*kit.filler.excerpt(request.length + _SPARE, draws.rng)), sizes)
+        turns = [
+            build(replace(kit, filler=text), [unit], request, draws)
+            for text, unit, request in zip(texts, units, requests, strict=True)
+        ]
         ends = accumulate(len(turn.context_ids) for turn in turns[:-1])
         return Document(
             np.concatenate([turn.context_ids for turn in turns]),
@@ -173,14 +178,26 @@ class Turns:
         )
 
 
-def _asked_in_turn(earliest: Unit, needles: list[Unit], draws: Draws) -> Iterator[Unit]:
-    """Each needle, of which the first stands beside the earliest, with the question for one that was not asked for."""
-    planted, before = [earliest], earliest.lines
-    for needle in needles:
-        planted.append(needle)
-        asked = planted.pop(draws.rng.integers(len(planted)))
-        yield replace(asked, lines=(*before, *needle.lines))
-        before = ()
+def _asked_in_turn(kit: Kit, turns: int, draws: Draws) -> Iterator[Unit]:
+    """The needles of each turn, one but for the first, with a question for one planted so far; none is asked twice."""
+    needles = _needles(kit, draws, 2 * turns - 1)
+    planted = [needles[:turns], *([needle] for needle in needles[turns:])]
+    group = planted[draws.rng.integers(turns) if draws.rng.random() < 0.5 else 0]
+    last = group[draws.rng.integers(len(group))]
+    left: list[Unit] = []
+    for turn, new in enumerate(planted):
+        left += [needle for needle in new if needle is not last]
+        asked = left.pop(draws.rng.integers(len(left))) if turn < turns - 1 else last
+        yield replace(asked, lines=tuple(line for needle in new for line in needle.lines))
+
+
+def _passages(text: Filler, sizes: Sequence[int]) -> Iterator[Filler]:
+    """The text of each turn in whole lines, one behind the other: of the later ones a line more at most."""
+    starts, last = [], len(text.line_ends)
+    for size in reversed(sizes[1:]):
+        starts.append(last)
+        last = int(np.searchsorted(text.line_ends, text.line_ends[last - 1] - size, side="right"))
+    return starmap(text.lines, pairwise((0, last, *reversed(starts))))
 
 
 @dataclass(frozen=True, slots=True)

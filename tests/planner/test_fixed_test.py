@@ -15,6 +15,7 @@ from sparsekv.planner.fixed_test import (
     LONG,
     RUNGS,
     SMALL,
+    TURNS,
     Cell,
     FixedTest,
     Sizes,
@@ -27,7 +28,7 @@ from sparsekv.planner.fixed_test import (
     net_loss_bound,
     net_loss_score,
 )
-from sparsekv.planner.verify_cells import TESTED, TURNS, cells_tested
+from sparsekv.planner.verify_cells import TESTED, cells_tested
 
 SEEDS, LENGTH = 1000, 8192
 RIGHT = (0.65, 0.80, 0.95, 1.0)
@@ -121,10 +122,11 @@ def test_a_plan_far_from_dense_is_not_verified_whatever_it_answers() -> None:
 
 
 def test_cells_that_dense_cannot_answer_pass_nothing() -> None:
-    cells = tuple(Cell(f"{i}", LENGTH, 40, 40 if i < 2 else 3, 0, 0) for i in range(6))
+    names = ("a", "b", TURNS, "c", "d", "e")
+    cells = tuple(Cell(name, LENGTH, 40, 40 if i < 3 else 3, 0, 0) for i, name in enumerate(names))
     found = FixedTest(SMALL, RUNGS[0], cells, {})
 
-    assert [one.task for one in found.judged] == ["0", "1"]
+    assert [one.task for one in found.judged] == ["a", "b", TURNS]
     assert found.too_few == (LENGTH,)
     assert not verifies(found)
 

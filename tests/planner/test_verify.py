@@ -14,11 +14,11 @@ from planner_models import loaded_tiny, quick_options
 from tiny_plans import EVERYTHING, decode_plan, drops, every_head, plan_for, segment
 
 from sparsekv.planner.evaluation.given import HeldOut
-from sparsekv.planner.fixed_test import FULL, LONG, RUNGS, SIZES, SMALL, level_of_run
+from sparsekv.planner.fixed_test import FULL, LONG, RUNGS, SIZES, SMALL, TURNS, level_of_run
 from sparsekv.planner.options import GivenPrompt, Settled, settle
 from sparsekv.planner.tasks import Sample
 from sparsekv.planner.verify import Verification, VerifyRun, verify, verify_plan
-from sparsekv.planner.verify_cells import TESTED, TURNS, cells_tested, content_seed, lengths_tested
+from sparsekv.planner.verify_cells import TESTED, cells_tested, content_seed, lengths_tested
 from sparsekv.plans.brief import sentence
 from sparsekv.plans.errors import GateError, PlanWarning, UsageError
 from sparsekv.plans.files import load_plan, write_plan

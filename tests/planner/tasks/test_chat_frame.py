@@ -16,7 +16,7 @@ from sparsekv.planner.tasks import (
     Sample,
     make_sample,
 )
-from sparsekv.planner.tasks.documents import ChatFrame
+from sparsekv.planner.tasks.documents import ChatFrame, DocumentRequest, Draws
 from sparsekv.plans.errors import PlanWarning
 
 TEMPLATE = (
@@ -123,6 +123,17 @@ def test_a_turn_asks_for_a_number_that_was_planted_in_it_or_before(length: int, 
         keys.append(key)
         told_ids = np.concatenate([answered_ids, prompt_ids])
     assert len({*keys}) == len(keys)
+
+
+def test_the_last_turn_asks_for_a_number_of_the_first_prompt_half_of_the_time_else_of_any_turn() -> None:
+    kit, turns, asked_for = kit_named("shipped"), 4, []
+    for seed in range(300):
+        made = TASKS["turns"].document(kit, DocumentRequest(4096, turns), Draws(np.random.default_rng(seed)))
+        parts = [kit_text(ids.tolist()) for ids in np.split(made.context_ids, made.cuts)]
+        asked_for += [turn for turn, part in enumerate(parts) if f"{made.queries[-1].answer}." in part]
+    shares = np.bincount(asked_for) / len(asked_for)
+    assert len(asked_for) == 300
+    assert shares == pytest.approx([0.5 + 0.5 / turns, *[0.5 / turns] * (turns - 1)], abs=0.09)
 
 
 def kit_text(ids: list[int]) -> str:

@@ -80,6 +80,15 @@ def test_prompts_of_several_lengths_share_no_text() -> None:
     assert len(np.unique(numbers)) == len(numbers)
 
 
+@pytest.mark.parametrize("length", [2048, 16_384])
+def test_the_text_of_turns_goes_on_and_does_not_return(length: int) -> None:
+    encoder = numbering()
+    kit = replace(kit_named("shipped"), filler=Filler.from_text(corpus_text(Split.VERIFICATION, True), encoder))
+    for index in range(8):
+        past = make_sample(TASKS["turns"], kit, length, 0, index).past_ids
+        assert (np.diff(past[past >= NUMBERED]) > 0).all()
+
+
 def test_a_short_prompt_reads_no_text_of_packages(monkeypatch) -> None:
     monkeypatch.setattr(text_module, "_package_text", lambda split: pytest.fail("packages were read"))
     corpus_text.cache_clear()
