@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sparsekv.bench.suite import generated
+from sparsekv.planner.evaluation.batches import step_of
 from sparsekv.planner.evaluation.predictions import after_prompt, prefill
 from sparsekv.plans.errors import UnsupportedError, UsageError, install_command
 from sparsekv.plans.files import load_plan
@@ -38,7 +39,7 @@ class PlannedLM(TemplateLM):
         pretrained: an alias, hub id, folder or GGUF file.
         plan: a plan file; "none" is dense.
         device: a torch device; the first GPU or the CPU by default.
-        prefill_chunk: tokens of a prompt fed at once; by default as the plan was verified.
+        prefill_chunk: tokens of a prompt fed at once; by default as the plan was verified, or would be.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class PlannedLM(TemplateLM):
         self._chunk = prefill_chunk
         if not self._is_dense:
             found = load_plan(plan)
-            self._chunk = prefill_chunk or (found.quality.step if found.quality else None)
+            self._chunk = step_of(found, prefill_chunk or (found.quality.step if found.quality else None))
             self.handle = apply(self.loaded.model, found, info=self.loaded.info, sparse="always")
 
     @property
@@ -110,7 +111,10 @@ class PlannedLM(TemplateLM):
 
     def _prompt(self, ids: list[int], tokens: int) -> torch.Tensor:
         """[1, S]: the end of a prompt that leaves room for so many tokens, as the harness cuts."""
-        return self._tensor(ids[-(self.loaded.info.context_length - tokens) :])
+        room = self.loaded.info.context_length - tokens
+        if room <= 0:
+            raise UsageError(f"expected fewer new tokens than the context of {room + tokens}, found {tokens}")
+        return self._tensor(ids[-room:])
 
     def _tensor(self, ids: list[int]) -> torch.Tensor:
         return torch.tensor([ids], device=self.loaded.model.device)

@@ -22,7 +22,7 @@ import numpy as np
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.evaluation import EvalSamples, Mode, PlanMode, evaluate, opened
-from sparsekv.planner.evaluation.batches import step_of
+from sparsekv.planner.evaluation.batches import dense_step, step_of
 from sparsekv.planner.evaluation.given import GivenSamples, HeldOut, samples_of
 from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.fixed_test import (
@@ -152,8 +152,9 @@ def verify(
     )
     text = _LONG_TEXT if plan.evicting else _TEXT
     modes = modes_of(plan, options, loaded.model.dtype)
+    of_dense = options.prefill_chunk or dense_step(loaded.model, max(samples.lengths))
     with (
-        opened(loaded, modes, samples.batch, samples.prefill_chunk, options.prefill_chunk, text=text) as evaluator,
+        opened(loaded, modes, samples.batch, samples.prefill_chunk, of_dense, text=text) as evaluator,
         progress.stage("evaluate", max(whole - done, 0.0)) as step,
     ):
         Cells(evaluator, samples, source, sizes, file, step, bool(plan.evicting)).run()

@@ -158,7 +158,7 @@ def _prompts(quality: Quality) -> str:
     lengths = ", ".join(format_length(length) for length in sorted({cell.length for cell in quality.cells}))
     told = f"{prompts} prompts, {tasks} {'task' if tasks == 1 else 'tasks'} at {lengths}"
     if not any(cell.answered for cell in cells):
-        return told
+        return f"{told}, none with an answer of dense: tested by divergence alone" if cells else told
     points = 100.0 * sum(cell.won - cell.lost for cell in cells) / prompts
     return f"{told}: {points:+.1f} points beside dense"
 

@@ -33,6 +33,7 @@ _MOST = 64
 _MOST_BYTES = 20 << 30
 # Of what the weights leave. The rest is for what is not counted here: indices, what the allocator cannot use.
 _SHARE = 0.4
+_WHOLE_SHARE = 0.8  # the same for one prompt of dense
 _SCORED = MOST_TEXT + 1  # rows that are scored, and the one after
 # Tensors as large as the float32 scores that are alive at once: both models', their logarithms, what divides them.
 _SCORES = 8
@@ -148,12 +149,23 @@ def prompts_at_once(model: PreTrainedModel, length: int, text: int = 0) -> int:
     """
     if model.device.type != "cuda":
         return 1
+    to_score: int = _SCORES * 4 * (_SCORED + text) * cast(Any, config_of(model)).vocab_size
+    room = min(int(_SHARE * _beside_weights(model)), _MOST_BYTES)
+    fitting: int = room // (length * bytes_per_token(model) + to_score)
+    return 1 << (max(1, min(_MOST, fitting)).bit_length() - 1)
+
+
+def dense_step(model: PreTrainedModel, length: int) -> int | None:
+    """Most tokens at once of a prompt that the unmodified model runs on: all of it, which is faster, where it fits."""
+    fits = model.device.type != "cuda" or length * bytes_per_token(model) <= _WHOLE_SHARE * _beside_weights(model)
+    return None if fits else prompt_step(cast(Any, config_of(model)).model_type, cuts=True)
+
+
+def _beside_weights(model: PreTrainedModel) -> int:
+    """Bytes of the model's device without those of its weights."""
     total: int = torch.cuda.get_device_properties(model.device).total_memory
     here = (weight for weight in model.parameters() if weight.device == model.device)  # others may be elsewhere
-    left = total - sum(weight.numel() * weight.element_size() for weight in here)
-    to_score: int = _SCORES * 4 * (_SCORED + text) * cast(Any, config_of(model)).vocab_size
-    fitting: int = min(int(_SHARE * left), _MOST_BYTES) // (length * bytes_per_token(model) + to_score)
-    return 1 << (max(1, min(_MOST, fitting)).bit_length() - 1)
+    return total - sum(weight.numel() * weight.element_size() for weight in here)
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:

@@ -89,5 +89,8 @@ def test_what_it_does_not_do_is_refused(harness) -> None:
     lm = harness.PlannedLM(str(REFERENCE_MODEL), device="cpu")
     with pytest.raises(UnsupportedError, match="greedy"):
         lm.generate_until([request(ASKED, {"do_sample": True, "temperature": 0.7})])
+    context = lm.loaded.info.context_length
+    with pytest.raises(UsageError, match=f"the context of {context}, found {context}"):
+        lm.generate_until([request(ASKED, {"max_gen_toks": context})])
     with pytest.raises(UnsupportedError, match="rolling"):
         lm.loglikelihood_rolling([request(ASKED)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparsekv.planner.evaluation.batches import bytes_per_token, prompts_at_once
+from sparsekv.planner.evaluation.batches import STEP, bytes_per_token, dense_step, prompts_at_once
 
 GIB = 1 << 30
 
@@ -46,6 +46,13 @@ def test_longer_prompts_are_fewer_and_never_none(monkeypatch: pytest.MonkeyPatch
     assert counts[0] > counts[2] > 1 == counts[-1] == prompts_at_once(_llama(torch.float32), 128)  # on a CPU
     assert all(count.bit_count() == 1 for count in counts)
     assert counts[2] * 262144 * bytes_per_token(model) < 4 * GIB
+
+
+def test_dense_runs_whole_prompts_unless_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _on_gpu(monkeypatch, GIB)
+    longest = int(0.7 * GIB) // bytes_per_token(model)
+    assert [dense_step(model, length) for length in (longest, 2 * longest)] == [None, STEP]
+    assert dense_step(_llama(torch.float32), 1 << 30) is None  # on a CPU
 
 
 def test_prompts_take_no_more_than_they_need_of_a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,8 @@ def test_the_sentence_names_prompts_points_and_what_is_excluded() -> None:
     assert sentence(plan.model_copy(update={"quality": left, "status": "unverified"})).endswith(
         "; not judged: niah_multikey at 4k; why"
     )
+    own = Quality(test="prompts", cells=(CELL.model_copy(update={"task": "prompts", "answered": 0, "lost": 0}),))
+    assert sentence(plan.model_copy(update={"quality": own})).endswith("dense: tested by divergence alone")
     assert sentence(small_plan()) == "unverified: its quality was not measured"
     assert sentence(small_plan(prefill=None, decode=None)) == "dense: nothing gained"
 

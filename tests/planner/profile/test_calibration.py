@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+from planner_models import made_up_prices
+from planner_profiles import made_up_model, made_up_profile, options_for
 from task_tokenizers import REFERENCE_MODEL, kit_named, tokenizer_named
 
+from sparsekv.planner.allocate import allocate
 from sparsekv.planner.job import solved_tasks, with_tasks
 from sparsekv.planner.options import DEFAULT_TASKS, PlanOptions, settle
 from sparsekv.planner.profile.calibration import (
@@ -17,7 +20,7 @@ from sparsekv.planner.profile.calibration import (
 from sparsekv.planner.profile.profile_data import Candidate
 from sparsekv.planner.profile.resume import LayerRecord, length_means
 from sparsekv.planner.tasks import HARD_TASKS, Split
-from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.plans.patterns import AShape, Dense, tokens
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 
 
@@ -103,6 +106,40 @@ def damage_of(last: str) -> float:
 @pytest.mark.parametrize("task", HARD_TASKS)
 def test_a_head_that_only_a_hard_task_needs_is_not_averaged_away(task: str) -> None:
     assert damage_of(task) > 3 * damage_of("fwe")
+
+
+PLANTED = (1, 3)  # heads that only the last prompt needs
+
+
+def heads_left_dense(last: str) -> tuple[int, ...]:
+    """By a loss, of four heads that all other prompts need equally little."""
+    narrow = AShape(sink=tokens(64), window=tokens(192))
+    prompts = [CalibrationPrompt(np.zeros(8192, np.int32), 8000, task) for task in ("qa", "cwe", "fwe", "", last)]
+    needed = tuple(1.0 if head in PLANTED else 2e-3 for head in range(4))
+    records = [
+        LayerRecord(
+            length=8192,
+            sample=sample,
+            layer=0,
+            candidates=((0,) * 4,),
+            patterns=((narrow,) * 4,),
+            damage=(damage,),
+            tiles=((0.2,) * 4,),
+            columns=((0.0,) * 4,),
+        )
+        for sample, damage in enumerate(((1e-3,) * 4,) * 4 + (needed,))
+    ]
+    candidate = Candidate(family="a_shape", range="narrow", density=0.2)
+    entry = length_means(8192, prompts, [candidate], None, [records])
+    options = options_for(loss=0.06, phases=("prefill",))
+    heads = allocate(made_up_profile(entry, model=made_up_model(layers=1)), made_up_prices(), options).bucket(8192)
+    return tuple(n for n, pattern in enumerate(heads.patterns(0, 4)) if isinstance(pattern, Dense))
+
+
+@pytest.mark.parametrize("task", HARD_TASKS)
+def test_planted_heads_whose_loss_only_a_hard_task_shows_stay_dense(task: str) -> None:
+    assert heads_left_dense(task) == PLANTED
+    assert heads_left_dense("perplexity") == ()
 
 
 def test_few_samples_have_a_hard_task_among_them() -> None:
