@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,8 @@ from sparsekv.runtime.model_config import device_name
 from sparsekv.runtime.settings import cache_folder
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm.engine_host import EngineHost
+
+Made = TypeVar("Made")
 
 _SECONDS = 5.0
 _SHORT = 128  # tokens: nothing chooses among so few
@@ -66,7 +68,8 @@ class EngineLayers(TimedLayers):
     def agreed(self, measured: float) -> float:
         if self.ranks == 1:
             return measured
-        return float(vllm.gather(torch.tensor([measured], dtype=torch.float32, device=self.device))[0, 0])
+        of_ranks = vllm.gather(torch.tensor([measured], dtype=torch.float32, device=self.device))
+        return math.nan if of_ranks.isnan().any() else float(of_ranks[0, 0])
 
     def prefill_gain(self, layer: LayerProgram, rows: int, length: int) -> float:
         return self._agreed(self._prefill_gain, layer, rows, length)
@@ -110,20 +113,32 @@ class EngineLayers(TimedLayers):
         return (dense + cost) / sparse
 
     def _agreed(self, gain: Callable[..., float], *args: Any) -> float:
-        """What the first rank measured, where others wait for it; nan where its memory does not suffice."""
+        """What the first rank measured, where others wait for it; nan where the memory of one does not suffice."""
         try:
             measured = gain(*args)
         except torch.OutOfMemoryError:
             measured = math.nan
         return self.agreed(measured)
 
+    def _on_all_ranks(self, made: Callable[[], Made]) -> Made:
+        """What is allocated here, where every rank has memory for it."""
+        try:
+            tensors, memory = made(), 0.0
+        except torch.OutOfMemoryError:
+            tensors, memory = None, math.nan
+        if math.isnan(self.agreed(memory)) or tensors is None:
+            raise torch.OutOfMemoryError
+        return tensors
+
     def _step_us(self, rows: int, length: int, least: int | None) -> tuple[float, float]:
         """Microseconds of all layers of a step, dense and by the plan; `least` as in `DecodeHost.begin`."""
         assert self.host.decode is not None
         kinds, scale = [layer for layer, _ in self.kinds], self.size**-0.5
         layer = kinds[0]
-        pages, verified = self._pages(rows, length, layer.kv_heads), rows * self.host.queries
-        q_RHD = self._queries(verified, layer.heads)
+        verified = rows * self.host.queries
+        pages, q_RHD = self._on_all_ranks(
+            lambda: (self._pages(rows, length, layer.kv_heads), self._queries(verified, layer.heads))
+        )
         out_RHD = torch.empty_like(q_RHD)
         lengths_B = torch.full((rows,), length, dtype=torch.int32, device=self.device)
         several = self.host.queries > 1
@@ -142,7 +157,9 @@ class EngineLayers(TimedLayers):
             return launch
 
         dense = self.dense(q_RHD, pages, [length] * rows, out_RHD)
-        return self.step_us(self.timers.replayed([dense, *map(sparse, kinds)], self.device))
+        times = self.step_us(self.timers.replayed([dense, *map(sparse, kinds)], self.device))
+        whole, ours = map(self.agreed, times)  # what follows from them is the same on all ranks, which wait in steps
+        return whole, ours
 
     def dense(self, q_THD: torch.Tensor, pages: Pages, lengths: Sequence[int], out_THD: torch.Tensor) -> Launch:
         scales, scale = self.scales, self.size**-0.5

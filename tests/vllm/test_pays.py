@@ -18,6 +18,7 @@ from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import mandatory_density
 from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
+from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.core.timed_layers import Place, Timers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.paged.step_rows import DecodeRows
@@ -168,6 +169,24 @@ def test_a_rank_without_memory_answers_the_others(host: Any, monkeypatch: pytest
     monkeypatch.setattr(EngineLayers, "_pages", full)
     assert math.isnan(layers.decode_gain(1, 2048))
     assert math.isnan(layers.prefill_gain(host.program.layers[1], BUDGET, 3072))
+
+
+def test_ranks_decide_alike_by_the_times_of_the_first_and_stop_where_one_has_no_memory(
+    engine: Any, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replayed(launches: Any, device: torch.device) -> list[float]:
+        return [1.0, *[2.0] * (len(launches) - 1)]  # here the plan is slower
+
+    program = replace(host.program, rank=Rank(1, 2))
+    layers = EngineLayers(program, Place("sha256:", 3072, BUDGET, 4, {}), Timers(replayed, replayed), host, CPU, 64)
+    first = iter(
+        [0.0, 8.0, 9.0, 0.0, 10.0, 5.0, 0.0, 10.0, 6.0, 3.0]
+    )  # memory, dense, sparse: idle, longest, here; gain
+    monkeypatch.setattr(timed_kernels.vllm, "gather", lambda mine: torch.stack([torch.tensor([next(first)]), mine]))
+    assert layers.decode_gain(1, 2048) == 3.0
+    assert layers.costs == {1: 1.0}
+    monkeypatch.setattr(timed_kernels.vllm, "gather", lambda mine: torch.stack([torch.tensor([math.nan]), mine]))
+    assert math.isnan(layers.decode_gain(1, 2048))
 
 
 def test_an_engine_measures_once_a_place(
