@@ -272,12 +272,12 @@ def load_filler_text(split: Split) -> str:
 # What is shipped, then installed packages: enough for thirty prompts of 128K. A passage, 64 characters from the first
 # letter of a line, stands in it once, and in the text of no other split.
 SHORT = 4096  # tokens of a prompt up to which it has text that is shipped, from anywhere in it
-# Packages that sparsekv requires, other ones for each split. Calibration's is one whose version a plan records.
+# Packages that sparsekv or torch requires, other ones a split. Calibration's is one whose version a plan records.
 _FOLDERS: Mapping[Split, str] = MappingProxyType(
     {
         Split.CALIBRATION: "torch/_dynamo/** torch/fx/**",
         Split.VERIFICATION: "scipy/integrate/** scipy/interpolate/** scipy/linalg/** scipy/optimize/** scipy/signal/** "
-        "scipy/sparse/** scipy/spatial/** scipy/special/** scipy/stats/**",
+        "scipy/sparse/** scipy/spatial/** scipy/special/** scipy/stats/** networkx/**",
         Split.EVALUATION: "numpy/** transformers transformers/generation/** transformers/integrations/** "
         "transformers/pipelines/** transformers/utils/**",
     }
