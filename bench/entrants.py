@@ -57,7 +57,7 @@ KINDS: Mapping[Phase, tuple[type[Method], ...]] = {
 }
 _PREFILL: tuple[type[Method], ...] = (MInference, XAttention, FlexPrefill, FlashPrefill, StreamingLLM, *ORIGINALS)
 _DECODE: tuple[type[Method], ...] = (Quest, OmniKV, Kascade, Even, TopK, TopKByHead)
-_BUILT_IN: tuple[type[Method], ...] = (*_PREFILL, *_DECODE, SnapKV, ExpectedAttention)
+BUILT_IN: tuple[type[Method], ...] = (*_PREFILL, *_DECODE, SnapKV, ExpectedAttention)
 _TRIALS, _NEAR = 9, 0.02  # of the search for a budget: runs at most, and how near is enough
 
 
@@ -155,7 +155,7 @@ class Entrants:
         if name in self.plans:
             return executed_digest(self.plans[name])
         source = inspect.getsourcefile(type(registry()[name])) if name in registry() else None
-        is_own = source is None or type(registry()[name]) in _BUILT_IN
+        is_own = source is None or type(registry()[name]) in BUILT_IN
         return None if is_own or source is None else content_digest({"code": Path(source).read_text()})
 
     # --- the share or time that is held to ---
@@ -353,7 +353,7 @@ def budget_for(share: float, segments: Sequence[Segment], layers: int, length: i
 
 def chosen_methods(phase: Phase, names: Sequence[str], has_profile: bool) -> tuple[str, ...]:
     """The methods of a phase: those named, or all that are built in and whose inputs are there."""
-    register(kind for kind in _BUILT_IN if kind.name not in registry())
+    register(BUILT_IN)
     known = {name: one for name, one in registry().items() if isinstance(one, KINDS[phase])}
     for name in names:
         if name not in known:
@@ -363,3 +363,13 @@ def chosen_methods(phase: Phase, names: Sequence[str], has_profile: bool) -> tup
             )
     whole = (name for name, one in known.items() if not isinstance(one, Original | TopK))
     return tuple(names) or tuple(name for name in whole if has_profile or not isinstance(known[name], FilterRule))
+
+
+def check_timed(phase: Phase, names: Sequence[str]) -> None:
+    """Raises UsageError where a method cannot be held to a time: selectors and scores run in plain torch."""
+    untimed = [name for name in names if isinstance(registry()[name], DecodeSelector | EvictionScore)]
+    if untimed or phase == "eviction":
+        raise UsageError(
+            f"at: expected shares for --phase {phase} with {', '.join(untimed) or 'plans'}, which no time is measured "
+            "for, found time; give --at SHARE, or --methods of prefill rules, filter rules and plans alone"
+        )

@@ -53,7 +53,7 @@ class CompareFlags(Options):
         text(_held_to),
         Flag(
             "Shares that all are held to: of tiles, of tokens read, or of bytes; or `time`, that of the plan for a "
-            "prompt or, in decode, a step. By default the share of the plan.",
+            "prompt, or for a step of filter rules and plans. By default the share of the plan.",
             metavar="SHARES|time",
         ),
     ] = ()
@@ -133,9 +133,11 @@ def _compare(flags: CompareFlags) -> None:
 
 def _methods(flags: CompareFlags, ours: Plan | None, has_profile: bool) -> tuple[tuple[str, ...], dict[str, Plan]]:
     """Registered methods, those of named files among them, and plans by their names."""
-    from sparsekv.bench.entrants import KINDS, OURS, chosen_methods
-    from sparsekv.kernels.methods import register_file, registry
+    from sparsekv.bench.entrants import BUILT_IN, KINDS, OURS, check_timed, chosen_methods
+    from sparsekv.kernels.methods import register, register_file, registry
+    from sparsekv.planner.evaluation import DENSE
 
+    register(BUILT_IN)
     names, plans = list[str](), {} if ours is None else {OURS: ours}
     for one in flags.methods:
         name, _, place = one.partition("=")
@@ -150,8 +152,13 @@ def _methods(flags: CompareFlags, ours: Plan | None, has_profile: bool) -> tuple
             plans[name] = load_plan(plan_file(Path(place)))
         else:
             names.append(one)
+    if taken := sorted({DENSE, *registry()} & plans.keys()):
+        raise UsageError(f"expected a name of its own for each plan, found {taken[0]}, which is a method's; rename it")
     is_default = not flags.methods
-    return chosen_methods(flags.phase, names, has_profile) if names or is_default else (), plans
+    chosen = chosen_methods(flags.phase, names, has_profile) if names or is_default else ()
+    if flags.at == "time":
+        check_timed(flags.phase, chosen)
+    return chosen, plans
 
 
 def _entrants(

@@ -4,6 +4,7 @@ Shapes: B batch, H query heads, G KV heads, S queries, K keys, T row tiles, M ke
 """
 
 import torch
+from torch.nn.functional import pad
 
 from sparsekv.kernels.methods import DecodeSelector, EvictionScore, PrefillRule
 
@@ -20,16 +21,20 @@ class Pooled(PrefillRule):
 
 
 class PageMeans(DecodeSelector):
-    """Pages of 16 tokens by their mean key, which is added to as keys are appended."""
+    """Pages of 16 tokens by their mean key; sums of pages are added to as keys are appended."""
 
     name, page, recent, reads = "page_means", 16, 64, 0.5
 
     def append(self, state, k_BGLD):
-        return k_BGLD if state is None else torch.cat((state, k_BGLD), 2)
+        cached, sums_BGPD = state or (0, k_BGLD[:, :, :0].float())
+        page_L = torch.arange(cached, cached + k_BGLD.shape[2], device=k_BGLD.device) // self.page
+        cached += k_BGLD.shape[2]
+        sums_BGPD = pad(sums_BGPD, (0, 0, 0, -(-cached // self.page) - sums_BGPD.shape[2]))
+        return cached, sums_BGPD.index_add(2, page_L, k_BGLD.float())
 
     def scores(self, q_BHD, k_BGKD, state, layer):
         q_BGD = q_BHD.unflatten(1, (k_BGKD.shape[1], -1)).mean(2)
-        return (means(state, self.page) @ q_BGD[..., None].float())[..., 0]
+        return (state[1] / self.page @ q_BGD[..., None].float())[..., 0]  # the newest page is read anyway
 
 
 class KeyNorm(EvictionScore):

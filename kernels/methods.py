@@ -1,8 +1,9 @@
 """Methods from outside: a prefill rule, a decode selector or an eviction score is one class with a name, by which plans
 and commands then know it.
 
-A package names its classes as entry points of the group `sparsekv.methods`; `--methods FILE.py` registers the classes
-of a file. Such a file is code, so that the command line alone names one, never a plan or the folder of a model.
+A package names its classes as entry points of the group `sparsekv.methods`; `--methods FILE.py` of `sparsekv compare`
+registers the classes of a file for that call. Such a file is code, so that the command line alone names one, never a
+plan or the folder of a model.
 
 Shapes: B batch, H query heads, G KV heads, S queries, K keys so far, L new keys, N query heads of a KV head, W observed
 queries, P pages, T row tiles, M key tiles, D head size; g is 1 or G.
@@ -11,6 +12,7 @@ queries, P pages, T row tiles, M key tiles, D head size; g is 1 or G.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,7 +27,8 @@ import torch
 from sparsekv.kernels.keys import PLAIN, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UsageError, did_you_mean
-from sparsekv.plans.patterns import Pattern, Registered, TileShape, fraction
+from sparsekv.plans.patterns import METHOD_NAME, Pattern, Registered, TileShape, fraction
+from sparsekv.plans.phases import BUILT_IN_SCORE
 
 GROUP = "sparsekv.methods"
 
@@ -56,7 +59,7 @@ class Method:
 
 class Tiles(NamedTuple):
     """Tiles and single columns of a prompt, to be computed (bool) or scored (float): the share of a row's attention
-    that each holds; a column's is the mean over all rows."""
+    that each holds; a column's is the mean over all rows. The host waits for the device to count columns."""
 
     tiles_BHTM: torch.Tensor
     columns_BHK: torch.Tensor | None = None
@@ -153,22 +156,55 @@ Kind = TypeVar("Kind", bound=Method)
 
 @cache
 def registry() -> dict[str, Method]:
-    """The methods of this process by name: at first those of installed packages."""
-    found: dict[str, Method] = {}
+    """The methods of this process by name: at first those of installed packages.
+
+    Raises:
+        UsageError: a package's method cannot be loaded or registered.
+    """
+    methods: dict[str, Method] = {}
     for entry in entry_points(group=GROUP):
-        register([entry.load()], found)
-    return found
+        try:
+            register([entry.load()], methods)
+        except Exception as error:
+            package = entry.dist.name if entry.dist else "unknown"
+            raise UsageError(
+                f"expected methods in the installed package {package}, found that {entry.value} fails: {error}; update "
+                "or uninstall it"
+            ) from error
+    return methods
 
 
 def register(classes: Iterable[type[Method]], into: dict[str, Method] | None = None) -> list[str]:
-    """Adds methods by their names, which it returns."""
+    """Adds methods by their names, which it returns; a class that is defined anew replaces itself.
+
+    Raises:
+        UsageError: no method, or a name that plans cannot have or that is taken.
+    """
     methods, names = registry() if into is None else into, []
     for kind in classes:
         if not (inspect.isclass(kind) and issubclass(kind, Method) and kind.name):
             raise UsageError(f"expected a subclass of {Method.__name__} with a `name` for {GROUP}, found {kind!r:.80}")
+        _check_name(kind, methods)
         methods[kind.name] = kind()
         names.append(kind.name)
     return names
+
+
+def _check_name(kind: type[Method], methods: Mapping[str, Method]) -> None:
+    origin = _origin(kind)
+    if not (isinstance(kind.name, str) and re.fullmatch(METHOD_NAME, kind.name)):
+        raise UsageError(
+            f"expected a `name` of at most 64 letters, digits, `_`, `.` and `-`, a letter first, found "
+            f"{kind.name!r:.80} of {origin}; rename it"
+        )
+    taken = _origin(type(methods[kind.name])) if kind.name in methods else origin
+    if kind.name == BUILT_IN_SCORE or taken != origin:
+        other = "the score of plans" if kind.name == BUILT_IN_SCORE else taken
+        raise UsageError(f"expected a name of its own for {origin}, found {kind.name}, which is {other}; rename it")
+
+
+def _origin(kind: type[Method]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def register_file(path: Path) -> list[str]:
@@ -177,7 +213,7 @@ def register_file(path: Path) -> list[str]:
     Raises:
         UsageError: there is no such file, or no method in it.
     """
-    spec = spec_from_file_location(f"methods of {path.stem}", path)
+    spec = spec_from_file_location(f"methods of {path.resolve()}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise UsageError(f"expected a Python file of methods, found no {path}; name one that is there")
     module = sys.modules[spec.name] = module_from_spec(spec)
@@ -199,7 +235,6 @@ def method_of(kind: type[Kind], name: str) -> Kind:
     known: Mapping[str, Kind] = {key: one for key, one in registry().items() if isinstance(one, kind)}
     if name not in known:
         raise UsageError(
-            f"expected a registered {kind.__name__}, found {name!r:.60}{did_you_mean(name, known)}; install its "
-            "package, or name its file with --methods FILE.py"
+            f"expected a registered {kind.__name__}, found {name!r:.60}{did_you_mean(name, known)}; install its package"
         )
     return known[name]

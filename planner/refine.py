@@ -276,5 +276,5 @@ class _Run:
         q_BHSD = call.q_BHSD[:, :, chunk.past[0] : chunk.longest]
         k_BGSD, v_BGSD = (x[:, :, : chunk.longest] for x in (call.k_BGKD, call.v_BGKD))
         how: dict[str, Any] = {"scale": call.scale, "softmax": call.softmax, "backend": self._backend}
-        index = build_index(patterns, q_BHSD, k_BGSD, chunk, self._tile, scale=call.scale, cap=call.softmax.cap)
+        index = build_index(patterns, q_BHSD, k_BGSD, chunk, self._tile, scale=call.scale, softmax=call.softmax)
         return prefill_attention(q_BHSD, k_BGSD, v_BGSD, index, chunk, **how).out_BHSD

@@ -25,7 +25,8 @@ from pydantic import ConfigDict, Field, model_validator
 
 from sparsekv.plans.types import ExactInt, Part, Share
 
-MethodName = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
+METHOD_NAME = r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$"
+MethodName = Annotated[str, Field(strict=True, pattern=METHOD_NAME)]
 Tokens = Annotated[int, Field(strict=True, ge=0, le=1 << 40)]
 
 

@@ -90,7 +90,7 @@ def _from_outside(plan: Plan, host: Host) -> Iterator[str]:
     for kind, name in ((kind, name) for kind, names in named.items() for name in sorted(names)):
         method, what = registry().get(name), f"the {kind.__name__} {name}"
         if not isinstance(method, kind):
-            yield f"{what}, which nobody registered here: install its package, or name its file with --methods FILE.py"
+            yield f"{what}, which nobody registered here: install its package"
         elif isinstance(method, EvictionScore) and (method.needs_statistics or method.shares_budget):
             yield f"{what}, of which `sparsekv compare` alone has the statistics or the masks: use another score"
         elif host.is_engine and not method.engines:

@@ -33,6 +33,7 @@ from sparsekv.kernels.index.layout import (
 )
 from sparsekv.kernels.index.registered import index_registered
 from sparsekv.kernels.index.vertical_slash import index_vertical_slash, score_lines
+from sparsekv.kernels.keys import PLAIN, Softmax
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, WORD, Chunk, TileIndex, check_chunk, check_heads
 from sparsekv.plans.errors import BackendError, ShapeError, UnsupportedError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, Pattern, Registered, TileShape, VerticalSlash
@@ -85,7 +86,7 @@ def build_index(
     window: int | None = None,
     lines: Mapping[int, LineScores] | None = None,
     builder: BuilderName = "auto",
-    cap: float = 0.0,
+    softmax: Softmax = PLAIN,
     layer: int = 0,
 ) -> TileIndex:
     """The tiles and single columns that each head computes.
@@ -100,8 +101,8 @@ def build_index(
         lines: `layer_lines` of this very call by `last_q`, for callers that build many indices of one layer.
         builder: "torch" anywhere; "triton" for the patterns that it builds on this GPU, torch for the others; "auto"
             chooses. All give the same index, up to the rounding of scores that are nearly equal.
-        cap: soft cap of the layer's scores, of single keys: pooled ones (block sparse) have none. Torch
-            builds under one.
+        softmax: the layer's; its soft cap is of the scores of single keys: pooled ones (block sparse) have none. Torch
+            builds under one. Sinks are for rules from outside.
         layer: number of the layer, which rules from outside are told.
 
     Returns:
@@ -115,8 +116,8 @@ def build_index(
     """
     groups = groups_of(tuple(patterns))
     _check(groups, len(patterns), q_BHSD, k_BGKD, chunk, tile, window)
-    call = IndexCall.of(q_BHSD, k_BGKD, chunk, tile, scale, window, lines, cap, layer)
-    on_gpu = not cap and _by_triton(builder, q_BHSD.device)
+    call = IndexCall.of(q_BHSD, k_BGKD, chunk, tile, scale, window, lines, softmax, layer)
+    on_gpu = not softmax.cap and _by_triton(builder, q_BHSD.device)
     dense = next((group.heads for group in groups if group.kind is Dense), ())
     parts = [_build_part(group, call, on_gpu) for group in groups]
     if len(parts) == 1 and isinstance(only := parts[0], HeadIndex):
@@ -143,12 +144,12 @@ def layer_lines(
     last_q: int,
     scale: float,
     window: int | None = None,
-    cap: float = 0.0,
+    softmax: Softmax = PLAIN,
 ) -> LineScores:
     """Scores of every column and diagonal of every head, to be given to `build_index` as `lines`. Arguments as there;
     last_q is how many of the last queries are sampled."""
     heads = range(q_BHSD.shape[1])
-    call = IndexCall.of(q_BHSD, k_BGKD, chunk, TileShape(), scale, window, cap=cap)
+    call = IndexCall.of(q_BHSD, k_BGKD, chunk, TileShape(), scale, window, softmax=softmax)
     return score_lines(heads, [last_q] * len(heads), call)
 
 

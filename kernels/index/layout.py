@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.device_cache import cached_on_device, on_device
+from sparsekv.kernels.keys import PLAIN, Softmax
 from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex
 from sparsekv.plans.patterns import Budget, Pattern, TileShape
 
@@ -168,7 +169,7 @@ class IndexCall:
     k_BGKD: torch.Tensor
     scale: float
     lines: Mapping[int, LineScores] | None  # of all heads, by last_q, where the caller has scored them already
-    cap: float  # soft cap of the scores of single keys; pooled ones (block sparse) are estimates without it
+    softmax: Softmax  # its soft cap is of scores of single keys; pooled ones (block sparse) are estimates without it
     layer: int
 
     @classmethod
@@ -181,12 +182,12 @@ class IndexCall:
         scale: float,
         window: int | None,
         lines: Mapping[int, LineScores] | None = None,
-        cap: float = 0.0,
+        softmax: Softmax = PLAIN,
         layer: int = 0,
     ) -> IndexCall:
         B, H, S, D = q_BHSD.shape
         layout = IndexLayout(chunk, tile, window, B, H, k_BGKD.shape[1], S, D, q_BHSD.dtype, q_BHSD.device)
-        return cls(layout, q_BHSD, k_BGKD, scale, lines, cap, layer)
+        return cls(layout, q_BHSD, k_BGKD, scale, lines, softmax, layer)
 
     def known_lines(self, group: FamilyHeads) -> LineScores | None:
         """The caller's scores for vertical-slash heads; None where it has none for what they sample."""

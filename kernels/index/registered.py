@@ -22,7 +22,7 @@ def index_registered(group: FamilyHeads, call: IndexCall) -> HeadIndex:
     mandatory_BTM, visible_BTM = tile_limits(layout.key_tiles, layout.locate())
     shape = (layout.batch, len(group.heads))
     tiles_BhTM = torch.zeros((*shape, *visible_BTM.shape[1:]), dtype=torch.bool, device=layout.device)
-    columns_BhK = torch.zeros((*shape, layout.chunk.longest), dtype=torch.bool, device=layout.device)
+    columns_BhK: torch.Tensor | None = None
     scored: dict[str, Tiles] = {}
     for number, pattern in enumerate(group.unique):
         own = on_device([at for at, one in enumerate(group.own) if one == number], layout.device)
@@ -34,13 +34,15 @@ def index_registered(group: FamilyHeads, call: IndexCall) -> HeadIndex:
         chosen = _best(part, share, mandatory_BTM, visible_BTM, layout) if part.tiles_BHTM.is_floating_point() else part
         tiles_BhTM[:, own] = (chosen.tiles_BHTM | mandatory_BTM[:, None]) & visible_BTM[:, None]
         if chosen.columns_BHK is not None:
+            if columns_BhK is None:
+                columns_BhK = torch.zeros((*shape, layout.chunk.longest), dtype=torch.bool, device=layout.device)
             columns_BhK[:, own] = chosen.columns_BHK
     return _listed(group.heads, tiles_BhTM, columns_BhK, visible_BTM, layout)
 
 
 def _ruled(name: str, budget: float, call: IndexCall) -> Tiles:
     layout = call.layout
-    layer = Layer(call.layer, layout.chunk, layout.tile, call.scale, layout.window)
+    layer = Layer(call.layer, layout.chunk, layout.tile, call.scale, layout.window, call.softmax)
     made = method_of(PrefillRule, name).tiles(call.q_BHSD, call.k_BGKD, layer, budget)
     tiles = Tiles(made) if isinstance(made, torch.Tensor) else made
     expected = (layout.batch, layout.heads, layout.row_tiles, layout.key_tiles)
@@ -78,14 +80,14 @@ def _best(
 def _listed(
     heads: tuple[int, ...],
     tiles_BhTM: torch.Tensor,
-    columns_BhK: torch.Tensor,
+    columns_BhK: torch.Tensor | None,
     visible_BTM: torch.Tensor,
     layout: IndexLayout,
 ) -> HeadIndex:
     counts_BhT = tiles_BhTM.sum(-1, dtype=torch.int32)
     listed_BhTW = ascending(tiles_BhTM, layout.key_tiles, NO_TILE).contiguous()
-    most = int(columns_BhK.sum(-1).max())
-    if not most:
+    most = 0 if columns_BhK is None else int(columns_BhK.sum(-1).max())  # waits for the device
+    if columns_BhK is None or not most:
         return HeadIndex.of_tiles(heads, listed_BhTW, counts_BhT)
     columns_BhC = ascending(columns_BhK, most, NO_COLUMN).contiguous()
     of_tile_BhC = columns_BhC.clamp(min=0).long() // layout.tile.key

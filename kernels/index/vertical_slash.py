@@ -124,7 +124,7 @@ def _sum_lines(
 def _weights(q_BhRD: torch.Tensor, k_B1PD: torch.Tensor, rows: slice, sample: _Sample, call: IndexCall) -> torch.Tensor:
     """Softmax of some sampled queries, with L - 1 empty keys in front: [B, heads of the part, R, P]."""
     chunk, window = call.layout.chunk, call.layout.window
-    scores_B1XP = scaled_scores(q_BhRD.flatten(1, 2)[:, None], k_B1PD, call.scale, call.cap)
+    scores_B1XP = scaled_scores(q_BhRD.flatten(1, 2)[:, None], k_B1PD, call.scale, call.softmax.cap)
     scores_BhRP = torch.unflatten(scores_B1XP[:, 0], 1, q_BhRD.shape[1:3])
     empty = sample.rows - 1
     scores_BhRP[..., :empty] = -torch.inf

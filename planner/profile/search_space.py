@@ -146,7 +146,7 @@ class CommonPrefix:
 
     def with_lines(self, last_q: Iterable[int]) -> CommonPrefix:
         """The same, with the lines of these samples scored once for all the indices to come."""
-        options: dict[str, Any] = {"scale": self.scale, "cap": self.softmax.cap}
+        options: dict[str, Any] = {"scale": self.scale, "softmax": self.softmax}
         score = partial(layer_lines, *self._steps, self.chunk, **options)
         lines = {count: score(last_q=count) for count in set(last_q)}
         return replace(self, lines=lines)
@@ -184,7 +184,7 @@ class CommonPrefix:
             self.tile,
             scale=self.scale,
             lines=self.lines,
-            cap=self.softmax.cap,
+            softmax=self.softmax,
         )
 
     @property

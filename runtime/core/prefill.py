@@ -90,7 +90,7 @@ def _attend(
         layer.tile,
         scale=scale,
         window=window,
-        cap=softmax.cap,
+        softmax=softmax,
         layer=layer.layer,
     )
 

@@ -23,7 +23,8 @@ from sparsekv.bench.filter_rules import OmniKV
 from sparsekv.bench.originals import OriginalMode, Ready
 from sparsekv.bench.selectors import Chosen, Quest, Selecting, TopKByHead
 from sparsekv.bench.tile_rules import FlashPrefill, FlexPrefill, XAttention
-from sparsekv.kernels.methods import Layer, PrefillRule, register_file
+from sparsekv.cli.arguments import Subject
+from sparsekv.kernels.methods import Layer, PrefillRule, register_file, registry
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.evaluation import compare
 from sparsekv.planner.profile.calibration import held_out
@@ -112,8 +113,10 @@ def test_every_method_is_held_to_the_share_of_the_plan_and_nothing_is_measured_t
 
 
 def test_the_command_goes_on_with_its_file_and_ends_in_a_sentence(
-    sparsekv, retriever: LoadedModel, few: None, tmp_path: Path
+    sparsekv, retriever: LoadedModel, few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("pooled", "page_means", "key_norm"):  # of the example, to be those of its copy
+        monkeypatch.delitem(registry(), name)
     write_plan(plan_of(retriever, "prefill"), tmp_path / "plan.yaml")
     (rule := tmp_path / "my_rule.py").write_text(EXAMPLE.read_text())
     call = ("compare", "tiny-retriever", "--plan", tmp_path / "plan.yaml", "--lengths", LENGTH, "--samples", 1)
@@ -130,6 +133,25 @@ def test_the_command_goes_on_with_its_file_and_ends_in_a_sentence(
     assert "code or plan of pooled" in sparsekv(*call, "--methods", rule).err
     assert "found 'poold'; did you mean pooled" in sparsekv(*call, "--methods", "poold").err
     assert "for --phase decode" in sparsekv(*call, "--methods", "minference", "--phase", "decode").err
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ("--phase decode --methods omnikv,quest --at time", "--phase decode with quest, which no time"),
+        ("--phase eviction --methods snapkv --at time", "--phase eviction with snapkv, which no time"),
+        ("--phase eviction --methods half=PLAN --at time", "--phase eviction with plans, which no time"),
+        ("--phase decode --methods quest,quest=PLAN", "found quest, which is a method's"),
+        ("--methods dense=PLAN", "found dense, which is a method's"),
+    ],
+)
+def test_a_comparison_that_would_mean_something_else_is_refused_before_its_model_is_loaded(
+    options: str, refused: str, sparsekv, retriever: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_plan(plan_of(retriever, "prefill"), path := tmp_path / "plan.yaml")
+    monkeypatch.setattr(Subject, "load", None)
+    done = sparsekv("compare", "tiny-retriever", "--plan", path, *options.replace("PLAN", str(path)).split())
+    assert refused in done.err
 
 
 @pytest.mark.parametrize("rule", [FlashPrefill(), FlexPrefill(), XAttention()], ids=lambda rule: rule.name)

@@ -12,7 +12,8 @@ from tiny_plans import drops, every_head, plan_for
 
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.methods import PrefillRule, Tiles, method_of, register, register_file, registry
+from sparsekv.kernels.keys import Softmax
+from sparsekv.kernels.methods import EvictionScore, PrefillRule, Tiles, method_of, register, register_file, registry
 from sparsekv.kernels.tiles import Chunk, TileIndex, density
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.patterns import Registered, TileShape, fraction
@@ -79,6 +80,40 @@ def test_tiles_and_columns_of_a_rule_are_attended_to() -> None:
     torch.testing.assert_close(found, scores_BHSS.softmax(-1) @ v_BGSD, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_a_rule_is_told_the_soft_cap_and_the_sinks_of_its_layer(family: str) -> None:
+    class Told(Drawn):
+        name = "told"
+
+        def tiles(self, q_BHSD, k_BGKD, layer, budget):
+            softmaxes.append(layer.softmax)
+            return super().tiles(q_BHSD, k_BGKD, layer, budget)
+
+    softmaxes: list[Softmax] = []
+    register([Told])
+    model = tiny_model(family, context=1024)
+    plan = plan_for(model, every_head(model, Registered(name="told", budget=fraction(1.0))))
+    with torch.no_grad(), apply(model, plan, sparse="always"):
+        model(input_ids=torch.randint(0, 90, (1, 300)))
+    assert len(softmaxes) > 0
+    cap = getattr(model.config, "attn_logit_softcapping", None) or 0.0
+    assert {softmax.cap for softmax in softmaxes} == {cap}
+    assert all((softmax.sinks_H is not None) == (family == "gpt_oss") for softmax in softmaxes)
+    assert (cap > 0) == (family == "gemma2")
+
+
+def test_tiles_alone_make_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Alone(Drawn):
+        name = "alone"
+
+        def tiles(self, q_BHSD, k_BGKD, layer, budget):
+            return super().tiles(q_BHSD, k_BGKD, layer, budget).tiles_BHTM
+
+    register([Alone])
+    monkeypatch.setattr(torch.Tensor, "__int__", None)
+    assert drawn_index([Registered(name="alone", budget=fraction(0.7))] * 2).columns_BHC.shape[-1] == 0
+
+
 def test_a_plan_names_methods_and_is_refused_by_the_name_that_nobody_registered() -> None:
     model = tiny_model(context=1024)
     pattern, rule = Registered(name="pooled", budget=fraction(1.0)), drops((1,), 512)
@@ -99,6 +134,11 @@ def test_what_is_no_method_is_refused_by_what_was_expected(tmp_path: Path) -> No
         method_of(PrefillRule, "poold")
     with pytest.raises(UsageError, match="registered PrefillRule, found 'key_norm'"):
         method_of(PrefillRule, "key_norm")
+    for name in ("two words", "1st", "attention_sum"):
+        with pytest.raises(UsageError, match=f"found '?{name}.*; rename it"):
+            register([type("Named", (EvictionScore,), {"name": name})])
+    with pytest.raises(UsageError, match=r"found key_norm, which is methods of .*my_method\.py\.KeyNorm"):
+        register([type("Named", (EvictionScore,), {"name": "key_norm"})])
     (path := tmp_path / "empty.py").write_text("x = 1\n")
     with pytest.raises(UsageError, match="expected a class with a `name`"):
         register_file(path)
@@ -132,5 +172,9 @@ def test_an_installed_package_brings_its_methods(tmp_path: Path, monkeypatch: py
     registry.cache_clear()
     try:
         assert "key_norm" in registry()
+        (site / "toy_methods-1.dist-info" / "entry_points.txt").write_text("[sparsekv.methods]\na = toy_methods:Gone\n")
+        registry.cache_clear()
+        with pytest.raises(UsageError, match="installed package toy-methods, found that toy_methods:Gone fails"):
+            registry()
     finally:
         registry.cache_clear()
