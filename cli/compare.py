@@ -46,7 +46,7 @@ class CompareFlags(Options):
     ] = ()
     phase: Annotated[
         Literal["prefill", "decode", "eviction"],
-        Flag("prefill, decode or eviction; what is compared is sparse in it alone.", metavar="PHASE"),
+        Flag("What is compared is sparse in it alone.", metavar="prefill|decode|eviction"),
     ] = "prefill"
     at: Annotated[
         Literal["time"] | tuple[Share, ...],
@@ -209,7 +209,7 @@ def _draw(file: CompareFile, path: Path) -> None:
         from sparsekv.bench.compare_picture import write_picture
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"expected the packages that --picture needs, found no {error.name}; install them: "
+            f"expected the packages that a picture needs, found no {error.name}; install them: "
             f"{install_command('report')}; the results are in the file"
         ) from error
     tell(f"{path}: {write_picture(file, path)} points")

@@ -17,14 +17,14 @@ app = group()
 @app.command(
     "serve",
     cls=Command,
-    epilog="sparsekv serve ./my-model --port 8000\nsparsekv serve ./my-model --plan PLAN --cb-num-blocks 2000",
+    epilog="sparsekv serve ./my-model --port 8000\nsparsekv serve ./my-model --plan plan.yaml --cb-num-blocks 2000",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or an id on the hub.", show_default=False)],
     plan: Annotated[
-        Path | None, typer.Option(metavar="PLAN", help="Its plan; by default the one beside it.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Its plan; by default the one beside it.", show_default=False)
     ] = None,
 ) -> None:
     """Serve a model and its plan by `transformers serve --continuous-batching`, which takes all other options."""

@@ -21,6 +21,7 @@ OTHERS = {
     *("--calculate-kv-scales", "--kv-sharing-fast-prefill", "--enable-eplb", "--enable-lora"),
     *("--data-parallel-size", "--scheduler-cls", "--worker-cls", "--spec-method", "--spec-model", "--spec-tokens"),
     *("--hf-overrides", "--max-model-len"),
+    *("--continuous-batching", "--cb-num-blocks", "--port"),  # of the server of transformers
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
