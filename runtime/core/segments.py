@@ -133,13 +133,13 @@ class Budgets:
         starts_SB = torch.where(chooses_SB, ends_SB - lengths_B, -1)
         return torch.where(chooses_SB, chosen_SB, ALL).int(), starts_SB.int()
 
-    def tally(self, lengths_B: torch.Tensor) -> tuple[int, int]:
-        """Rows that choose for all segments that they are to choose for, and rows without room in the scratch; asks the
-        device."""
+    def tally(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows that choose for all segments that they are to choose for, and rows without room in the scratch: bool [B]
+        each."""
         wanted_SB = self._wanted(lengths_B)[1]
         held_SB = self.by_torch(lengths_B)[0] != ALL
         missing_B = (wanted_SB & ~held_SB).any(0)
-        return int((wanted_SB.any(0) & ~missing_B).sum()), int(missing_B.sum())
+        return wanted_SB.any(0) & ~missing_B, missing_B
 
     def _wanted(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens to choose, and whether a row chooses where the scratch has room: [S, B] each."""

@@ -23,6 +23,7 @@ from sparsekv.runtime.core.pays import Pays, parse
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.attach import attach, check_attachable
+from sparsekv.runtime.hf.batching import check_batching
 from sparsekv.runtime.hf.cache import Given, SparseLayer, attending, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.exact import ExactLoop
@@ -225,6 +226,15 @@ class Handle:
         host_layers = frozenset(layer.layer for layer in layers if type(layer.store) is HostStore)
         available = self._available(sum(size.device for size in held), sum(size.host for size in held))
         self._memory.check(request, available, replace(self._engine.placement, layers=host_layers))
+
+    def check_batching(self) -> None:
+        """Refuses a plan that continuous batching cannot follow, before its first request.
+
+        Raises:
+            UnsupportedError: it has layers or a phase that passes of many requests do not have.
+        """
+        assert self._model is not None, "a closed handle"
+        check_batching(self._engine, self._model)
 
     def _available(self, held_on_device: int = 0, held_on_host: int = 0) -> Available:
         """For a cache that takes over what is held, and blocks that are free."""

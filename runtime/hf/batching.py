@@ -17,11 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.keys import KeyView, full_view
@@ -31,10 +32,9 @@ from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, count_step
 from sparsekv.runtime.hf.attention import PACKED, Attachment, Engine, LayerCall, Pass, Phase
-from sparsekv.runtime.hf.describe import config_of
+from sparsekv.runtime.hf.describe import config_of, decoder_of
 from sparsekv.runtime.hf.plan_engine import PlanEngine
 from sparsekv.runtime.model_config import rope_switch
-from sparsekv.runtime.paged.metrics import Counters
 from sparsekv.runtime.paged.step_rows import DecodeHost, DecodeRows
 from sparsekv.runtime.plan_checks import Host, refuse
 
@@ -57,7 +57,7 @@ class Batches:
         model: Any = self._attached.model
         if not isinstance(engine, PlanEngine):
             raise UnsupportedError("expected a plan for continuous batching, found a model that is observed")
-        _check(engine, self._attached)
+        check_batching(engine, model)
         self._started = [(manager, batch) for manager, batch in self._started if manager() is not None]
         cached = vars(model).get(_KEPT_MANAGER)
         if cached is not None and all(manager() is not cached for manager, _ in self._started):
@@ -134,13 +134,10 @@ class BatchEngine(Engine):
 
     def __init__(self, engine: PlanEngine, requests: int) -> None:
         super().__init__()
-        self._engine, self._device = engine, engine.device
+        self._engine, self._device, self._requests = engine, engine.device, requests
         self._longest = engine.paging.sizes.size.info.context_length
         self._cache: Any = None
         self._host: DecodeHost | None = None
-        if engine.program.sparse:
-            room = (requests, self._longest, self._device)
-            self._host = DecodeHost(engine.program, engine.decode_backend, *room, Counters())
         self._prompts: tuple[Rows, ...] = ()
         self._decode: DecodeTokens | None = None
 
@@ -149,6 +146,10 @@ class BatchEngine(Engine):
         if self._cache is not cache:
             self._cache = cache
             self._engine.check_cut(cache.max_batch_tokens, self._longest)
+            program = self._engine.program
+            if program.sparse:  # of requests as long as the cache, which may be longer than the model's context
+                room = (self._requests, cache.max_tokens_read, self._device)
+                self._host = DecodeHost(program, self._engine.decode_backend, *room)
         chunks = [_chunk_of(request) for request in requests]
         starts = accumulate((request.query_length for request in requests), initial=0)
         tokens = [slice(first, end) for first, end in pairwise(starts)]
@@ -169,15 +170,20 @@ class BatchEngine(Engine):
         chosen = None
         if self._host is not None and table_BP is not None and self._host.chooses(lengths, least):
             chosen = self._host.begin(lengths_B, (), table_BP, None, least)
-        sparse = [length for length in lengths if least is not None and length >= least]
-        dense = [length for length in lengths if least is None or length < least]
-        count_step(engine.program, sparse, engine.meter)
-        count_step(engine.program.dense_in_decode, dense, engine.meter)
+        self._count(lengths, least)
         windows = [range(row.window.start, row.window.stop) for row in rows]
         widest = max(map(len, windows))
         window_BK = on_device([[*window, *[0] * (widest - len(window))] for window in windows])
         row_B = torch.tensor([row.tokens.start for row in rows], device=self._device)
         return DecodeTokens(row_B, lengths_B, table_BP, chosen, on_device(list(map(len, windows))), window_BK)
+
+    def _count(self, lengths: Sequence[int], least: int | None) -> None:
+        engine, long = self._engine, [length for length in lengths if least is not None and length >= least]
+        left = [False] * len(long) if self._host is None else self._host.without_room(long)
+        dense = [length for length in lengths if least is None or length < least]
+        chosen = [length for length, is_dense in zip(long, left, strict=True) if not is_dense]
+        count_step(engine.program, chosen, engine.meter)
+        count_step(engine.program.dense_in_decode, [*dense, *compress(long, left)], engine.meter)
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """[1, H, T, D]: attention of all rows of the pass. Keys and values of the call are those of its tokens, or all
@@ -264,7 +270,7 @@ def _copied(x_NGSD: torch.Tensor, table_P: torch.Tensor | None, length: int) -> 
     return x_NGSD.transpose(1, 2)[used_P].flatten(0, 1)[:length].transpose(0, 1)[None]
 
 
-def _check(engine: PlanEngine, attached: Attachment) -> None:
+def check_batching(engine: PlanEngine, model: PreTrainedModel) -> None:
     """Refuses what passes of many requests cannot follow of a plan or its handle."""
     info = engine.paging.sizes.size.info
     sliding = {layer for group in info.attention if group.kind == "sliding" for layer in group.layers}
@@ -273,11 +279,11 @@ def _check(engine: PlanEngine, attached: Attachment) -> None:
         f"transformers {transformers.__version__}, whose pages are others: install 5.19 or newer": not _HAS_PAGES,
         "exact output: leave exact out": engine.loop is not None,
         "keys and values in fp8: leave kv_dtype out": engine.float8,
-        "a multimodal model: load its decoder alone": attached.decoder is not attached.model.base_model,
+        "a multimodal model: load its decoder alone": decoder_of(model) is not model.base_model,
         "layers with a recurrent state, of which there are no pages": any(g.kind == "linear" for g in info.attention),
         "layers that attend to keys of others": any(group.keys_of is not None for group in info.attention),
         f"segments with layers that have a sliding window ({format_ids(in_segments)}): leave these dense": in_segments,
-        "rotary angles that change with the length, where a pass has one set": rope_switch(config_of(attached.model)),
+        "rotary angles that change with the length, where a pass has one set": rope_switch(config_of(model)),
     }
     obstacles = tuple(sentence for sentence, holds in sentences.items() if holds)
     way_out = "Call generate, or run many requests by this plan in vLLM (docs/vllm.md)."

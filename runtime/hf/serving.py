@@ -20,13 +20,14 @@ def planned(plan: Path | None = None) -> Iterator[None]:
 
     Raises:
         UsageError: there is no plan beside a model; the server has not started yet where it loads it first.
+        UnsupportedError: continuous batching cannot follow the plan; as above.
     """
     models: Any = import_module("transformers.cli.serving.model_manager")  # what it needs is no dependency of ours
 
     class PlannedModels(models.ModelManager):  # type: ignore[misc]
         def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
             model = super()._load_model(model_id_and_revision, *args, **kwargs)
-            apply(model.eval(), plan or _beside(model_id_and_revision))
+            apply(model.eval(), plan or _beside(model_id_and_revision)).check_batching()
             return model
 
     before, models.ModelManager = models.ModelManager, PlannedModels

@@ -40,10 +40,10 @@ class DecodeHost:
     moved the row. All ranks that choose together make one at the same time."""
 
     def __init__(
-        self, program: Program, backend: str, requests: int, longest: int, device: torch.device, counters: Counters,
+        self, program: Program, backend: str, requests: int, longest: int, device: torch.device,
         gather: Gather | None = None, queries: int = 1,
     ) -> None:  # fmt: skip
-        self._backend, self._counters, self._queries, rows = backend, counters, queries, requests * queries
+        self._backend, self._queries, rows = backend, queries, requests * queries
         room = _scratch(program, rows * longest, device, gather, min(queries, _MOST_SHARES))
         scratch = torch.empty(room, dtype=torch.float32, device=device)
         self._state = DecodeState(program.segments, gather, scratch=scratch, carried=program.carried)
@@ -57,20 +57,25 @@ class DecodeHost:
         `begin`."""
         return least is not None and max(lengths, default=0) >= max(least, self._dense_up_to + 1)
 
-    def _longer(self, lengths_B: torch.Tensor) -> tuple[int, int]:
-        return int((lengths_B > self._dense_up_to).sum()), 0
+    def _longer(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return lengths_B > self._dense_up_to, torch.zeros_like(lengths_B, dtype=torch.bool)
 
-    def count(self, requests: Sequence[range], least: int | None = 0) -> None:
+    def without_room(self, lengths: Sequence[int]) -> list[bool]:
+        """Whether each row that may choose, at these lengths, attends to everything for want of scratch."""
+        return self._tally(torch.tensor(lengths, dtype=torch.int32, device="cpu"))[1].tolist()
+
+    def count(self, requests: Sequence[range], counters: Counters, least: int | None = 0) -> None:
         """Counts the decode rows of a step, by the tokens that each row of a request attends to at most; rows below 2
         are of steps that an engine makes up."""
         real = [rows for rows in requests if rows and rows[0] > 1]
         chosen = left = 0
         if least is not None and self.chooses([rows[-1] for rows in real], least):
             long = [length for rows in real if rows[-1] >= least for length in rows]
-            chosen, left = self._tally(torch.tensor(long, dtype=torch.int32, device="cpu"))
-        self._counters.decode_sparse += chosen
-        self._counters.decode_dense += sum(map(len, real)) - chosen
-        self._counters.decode_left += left
+            chooses_R, left_R = self._tally(torch.tensor(long, dtype=torch.int32, device="cpu"))
+            chosen, left = int(chooses_R.sum()), int(left_R.sum())
+        counters.decode_sparse += chosen
+        counters.decode_dense += sum(map(len, real)) - chosen
+        counters.decode_left += left
 
     def begin(
         self,

@@ -356,7 +356,7 @@ class SparseBuilder(_Builder):
         least, alone, verifies = host.pays.decode.at(requests), requests == len(lengths), host.queries > 1
         rows = starts[requests] if verifies else requests
         if self._counts:
-            decode.count(seen, least)
+            decode.count(seen, host.counters, least)
         captured = alone and rows <= self._graph_rows and bool(host.pays.decode.rows)
         if not rows or not (decode.chooses([of_rows.stop - 1 for of_rows in seen], least) or captured):
             return None

@@ -106,7 +106,7 @@ def start_host(
     if program.sparse:
         room = (model.rows, model.longest, model.device)
         ranks = gather if model.rank.count > 1 else None
-        host.decode = DecodeHost(program, choice.name, *room, host.counters, ranks, host.queries)
+        host.decode = DecodeHost(program, choice.name, *room, ranks, host.queries)
     return host
 
 

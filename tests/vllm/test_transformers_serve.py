@@ -12,12 +12,12 @@ import pytest
 import torch
 from model_folders import save_model
 from tiny_models import tiny_model
-from tiny_plans import decode_plan, plan_for, segment
+from tiny_plans import decode_plan, drops, plan_for, segment
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import write_plan
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.serving import planned
@@ -80,6 +80,14 @@ def test_an_answer_is_that_of_the_plan(folder: Path, client: openai.OpenAI) -> N
     with torch.no_grad(), apply(model, folder / "sparsekv.yaml", sparse="always"):
         sparse = tokenizer.decode(model.generate(ids, **how)[0, ids.shape[1] :])
     assert given == sparse != dense
+
+
+def test_a_plan_that_batches_cannot_follow_is_refused_before_the_server_starts(tmp_path: Path) -> None:
+    model = tiny_model()
+    folder = save_model(model, tmp_path / "tiny")
+    write_plan(plan_for(model, None, None, drops((1,), 8)), folder / "sparsekv.yaml")
+    with planned(), pytest.raises(UnsupportedError, match="evict"):
+        Serve(str(folder), continuous_batching=True, non_blocking=True)
 
 
 def test_a_model_without_a_plan_is_refused_before_the_server_starts(tmp_path: Path) -> None:

@@ -162,6 +162,30 @@ def test_generate_and_a_running_loop_take_turns(model):
         assert 0 < stats.decode_tokens_attended < stats.decode_tokens_cached
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_requests_longer_than_the_context_choose_and_rows_without_scratch_count_as_dense(has_room, monkeypatch):
+    model = tiny_model(max_position_embeddings=128)
+    prompts = [random_tokens(1, length, length)[0].tolist() for length in (140, 160)]
+    if not has_room:  # but for the scores of one
+        monkeypatch.setattr("sparsekv.runtime.core.segments.SCORE_BYTES", 4 * 4 * 200)
+    with (
+        torch.no_grad(),
+        apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 8))), sparse="always") as handle,
+    ):
+        outputs = model.generate_batch(prompts, **settings(6)).values()
+        share = handle.stats().decode_share
+        handle.reset_stats()
+        alone = [
+            model.generate(torch.tensor([ids]), settings(6)["generation_config"])[0, len(ids) :] for ids in prompts
+        ]
+        sparse = handle.stats().decode_share
+    if has_room:
+        assert share == pytest.approx(sparse)
+        assert [output.generated_tokens for output in outputs] == [ids.tolist() for ids in alone]
+    else:
+        assert share == pytest.approx((sparse + 1) / 2, abs=0.1)
+
+
 def test_closing_ends_a_loop_and_its_requests(model):
     with apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 8)))):
         manager = model.init_continuous_batching(**settings(4000))

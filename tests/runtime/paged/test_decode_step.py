@@ -32,7 +32,7 @@ BACKENDS = ["cpu", pytest.param("triton", marks=needs_interpreter)]
 
 
 def host_of(backend: str, device: str = "cpu", scratch: int | None = None) -> DecodeHost:
-    host = DecodeHost(PROGRAM, backend, ROWS, LONGEST, torch.device(device), Counters())
+    host = DecodeHost(PROGRAM, backend, ROWS, LONGEST, torch.device(device))
     if scratch is not None:
         host._state.scratch = torch.empty(scratch, device=device)
     return host
@@ -122,9 +122,9 @@ def test_rows_beyond_the_scratch_are_left_to_the_dense_kernel_and_counted(backen
     lengths, counters = (300, 80, 200, 120), Counters()
     rows, host = Rows(len(lengths)), host_of(backend, scratch=(HEADS + GROUPS) * 430)
     host._state._tables.clear()
-    host._tally, host._counters = host._state.budgets(torch.device("cpu")).tally, counters
+    host._tally = host._state.budgets(torch.device("cpu")).tally
     rows.step(host, as_lengths(lengths))
-    host.count([range(length, length + 1) for length in lengths])
+    host.count([range(length, length + 1) for length in lengths], counters)
     # Of the first segment, whose scores are one list, the scratch holds 516 tokens.
     assert (rows.out_LBHD[2:, 2:] == UNTOUCHED).all()
     assert (counters.decode_sparse, counters.decode_dense, counters.decode_left) == (1, 3, 2)
@@ -135,7 +135,7 @@ def test_each_row_beside_a_drafter_is_a_step_of_its_own(backend: str) -> None:
     """Requests of four rows, one of which lies across the edge of a bucket, of one row, of the end of a prompt, of few
     tokens, and padding; a graph has rows behind the last one."""
     counts, ends = (4, 4, 1, 4, 3, 0), (300, 92, 120, 240, 60, 0)
-    host = DecodeHost(PROGRAM, backend, ROWS, LONGEST, torch.device("cpu"), Counters(), queries=4)
+    host = DecodeHost(PROGRAM, backend, ROWS, LONGEST, torch.device("cpu"), queries=4)
     host._lengths_R.fill_(-1)
     rows, table_RP = Rows(18), torch.arange(1, 121, dtype=torch.int32).view(6, 20)
     starts_X = torch.tensor((0, *counts)).cumsum(0).int()
@@ -147,8 +147,11 @@ def test_each_row_beside_a_drafter_is_a_step_of_its_own(backend: str) -> None:
         assert step.rest(layer, None, lambda _, others_B: others_B.tolist()) == [0, 0, 0, 240, 60, 0]
     rows.table_BP = table_RP.repeat_interleave(torch.tensor(counts), 0)
     rows.check((*lengths, 0, 0), choosing=tuple(range(9)))
-    host.count([range(end - count + 1, end + 1) for count, end in zip(counts, ends, strict=True) if end != 240])
-    assert (host._counters.decode_sparse, host._counters.decode_dense) == (7, 5)
+    counters = Counters()
+    host.count(
+        [range(end - count + 1, end + 1) for count, end in zip(counts, ends, strict=True) if end != 240], counters
+    )
+    assert (counters.decode_sparse, counters.decode_dense) == (7, 5)
 
 
 def test_a_row_is_computed_alike_wherever_it_stands_in_the_batch() -> None:
@@ -204,7 +207,7 @@ def test_one_captured_step_serves_rows_that_grow_come_and_go() -> None:
 @pytest.mark.gpu
 def test_one_captured_step_serves_requests_of_any_rows() -> None:
     """Requests that verify drafts, grow, have one row, or none; the graph has rows behind the last one."""
-    host = DecodeHost(PROGRAM, "triton", 4, LONGEST, torch.device("cuda"), Counters(), queries=4)
+    host = DecodeHost(PROGRAM, "triton", 4, LONGEST, torch.device("cuda"), queries=4)
     rows, table_BP = Rows(8, "cuda"), torch.arange(1, 61, dtype=torch.int32, device="cuda").view(3, 20)
     lengths_B, starts_X = as_lengths((300, 200, 0), "cuda"), as_lengths((0, 4, 8, 8), "cuda")
     host.warm_up(PROGRAM.layers, rows.pages, LONGEST)
@@ -229,6 +232,6 @@ def test_one_captured_step_serves_requests_of_any_rows() -> None:
 
 def test_all_ranks_have_as_much_scratch_as_the_one_that_has_least() -> None:
     least = torch.tensor([1000], dtype=torch.int32).view(torch.float32)
-    host = DecodeHost(PROGRAM, "cpu", ROWS, LONGEST, torch.device("cpu"), Counters(), lambda x: torch.stack((x, least)))
+    host = DecodeHost(PROGRAM, "cpu", ROWS, LONGEST, torch.device("cpu"), lambda x: torch.stack((x, least)))
     assert host._state.scratch.numel() == 1000
     assert host_of("cpu")._state.scratch.numel() > 1000
