@@ -62,6 +62,8 @@ class PlanFiles(Options):
 
     def check_files(self) -> None:
         """Refuses outputs that cannot be written, before hours of work."""
+        for output in (self.file, self.profile_out or self.file):
+            check_writable(output)  # before names are made of theirs: "" has none
         inputs = (("--profile", self.profile), ("--prompts", self.prompts_file))
         outputs = (
             ("--out", self.file, "plan"),

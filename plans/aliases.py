@@ -16,6 +16,7 @@ from sparsekv.plans.errors import UsageError, did_you_mean
 PLAN_NAME = "sparsekv.yaml"
 SHIPPED = "tiny-retriever"
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
+_NO_TEXT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff]")  # cannot stand in a plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,9 @@ def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
     name = os.fspath(name)
     path = Path(os.path.expanduser(name))
     if name and _is_model(path):
-        return ModelSource(str(path))
+        return ModelSource(_readable(path))
     if name and (gguf := _gguf_file(path)):
-        return ModelSource(str(gguf), is_gguf=True)
+        return ModelSource(_readable(gguf), is_gguf=True)
     if name.lower() == SHIPPED:
         return ModelSource(str(_shipped()))
     if not is_alias(name):
@@ -101,6 +102,13 @@ def _gguf_file(path: Path) -> Path | None:
             f"the one that is meant: {found[0]}"
         )
     return found[0] if found else None
+
+
+def _readable(path: Path) -> str:
+    name = path.resolve().name  # which plans and profiles name
+    if _NO_TEXT.search(name):
+        raise UsageError(f"expected a model whose name has no control characters, found {name!r:.80}; rename it")
+    return str(path)
 
 
 def _refuse_path(name: str, path: Path) -> None:

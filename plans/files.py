@@ -8,9 +8,11 @@ measured; it does not protect against forgery.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
+import select
 import shlex
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +30,7 @@ from sparsekv.plans.yaml_io import Tree, plan_error, read_tree, to_yaml
 
 MAX_BYTES = 8 << 20
 _PIECE = 1 << 20
+_PIPE_SECONDS = 2.0  # until something is written to a pipe
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.ASCII | re.IGNORECASE)  # one slash: a path joins several
 _SAYS_KIND = rb"""["']?kind["']?\s*:\s*["']?sparsekv\.(\w+)"""
 NAME_A_PLAN = "name a plan file, or a folder or hub repository (ORG/NAME) with a sparsekv.yaml in it"
@@ -46,7 +49,7 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES, wrong: type[
 def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
     """The first `limit` bytes of a file, and one more of a longer one."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open_input) as file:
             return b"".join(pieces(file.read, limit + 1))
     except IsADirectoryError:
         raise UsageError(f"{path}: expected a file, found a folder; name the file in it") from None
@@ -55,6 +58,31 @@ def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
         raise UsageError(f"{path}: expected a file, found {found}") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {_reason(error)}") from None
+
+
+def _open_input(path: str, flags: int) -> int:
+    """Opens a file, or a pipe that somebody writes to: on any other, a reader would wait without end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    is_pipe = stat.S_ISFIFO(mode)
+    if stat.S_ISCHR(mode) or (is_pipe and not _is_written(descriptor)):
+        os.close(descriptor)
+        found = "a pipe that nobody writes to" if is_pipe else "a device"
+        raise OSError(errno.ENODATA, f"expected a file, found {found}")
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def _is_written(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    if poll.poll(1e3 * _PIPE_SECONDS):
+        return True
+    try:
+        os.read(pipe, 1)
+    except BlockingIOError:  # only where somebody has the other end open
+        return True
+    return False
 
 
 def pieces(read: Callable[[int], bytes], most: int) -> Iterator[bytes]:

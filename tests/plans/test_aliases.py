@@ -53,6 +53,16 @@ def test_a_folder_goes_before_a_hub_id_of_the_same_name(folder: Path) -> None:
         resolve_model("mine/other")
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a\u2028b", "a\udcffb"], ids=ascii)
+def test_a_model_whose_name_cannot_stand_in_a_plan_is_refused(folder: Path, name: str) -> None:
+    folder.rename(name)
+    Path("link").symlink_to(name)
+    Path(f"{name}.gguf").touch()
+    for given in (name, "link", f"{name}.gguf"):
+        with pytest.raises(UsageError, match="control characters"):
+            resolve_model(given)
+
+
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "org/model.v1_x-2"])
 def test_hub_ids_pass_through(name: str) -> None:
     assert resolve_model(name).path_or_id == name

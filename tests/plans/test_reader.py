@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,25 @@ class TestFiles:
         path.chmod(0)
         with pytest.raises(UsageError, match="Permission denied"):
             load_plan(path)
+
+    def test_a_device_or_a_pipe_nobody_writes_to_is_not_waited_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("sparsekv.plans.files._PIPE_SECONDS", 0.01)
+        os.mkfifo(tmp_path / "pipe")
+        for path in ("/dev/zero", tmp_path / "pipe"):
+            with pytest.raises(UsageError, match="expected a file"):
+                load_plan(path)
+
+    def test_a_pipe_is_waited_for_while_somebody_has_it_open(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("sparsekv.plans.files._PIPE_SECONDS", 0.01)
+        read, write = os.pipe()
+        with ThreadPoolExecutor(1) as pool, os.fdopen(read):
+            plan = pool.submit(load_plan, f"/dev/fd/{read}")
+            time.sleep(0.1)
+            with os.fdopen(write, "w") as file:
+                file.write(TEXT)
+            assert plan.result() == parse_plan(TEXT)
 
     @pytest.mark.parametrize("text", ["hunter2: x\n", "kind: hunter2\n", "hunter2: 1\nhunter2: 2\n", "a: !hunter2 b\n"])
     def test_the_content_of_a_file_that_is_no_plan_is_not_shown(self, tmp_path: Path, text: str) -> None:
