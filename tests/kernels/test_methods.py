@@ -114,7 +114,11 @@ def test_tiles_alone_make_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyPa
     assert drawn_index([Registered(name="alone", budget=fraction(0.7))] * 2).columns_BHC.shape[-1] == 0
 
 
-def test_a_plan_names_methods_and_is_refused_by_the_name_that_nobody_registered() -> None:
+def test_a_plan_names_methods_and_is_refused_by_the_name_that_nobody_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("pooled", "page_means", "key_norm"):  # which other tests of this process register
+        monkeypatch.delitem(registry(), name, raising=False)
     model = tiny_model(context=1024)
     pattern, rule = Registered(name="pooled", budget=fraction(1.0)), drops((1,), 512)
     plan = plan_for(model, every_head(model, pattern), None, rule.model_copy(update={"score": "key_norm"}))
