@@ -57,7 +57,7 @@ class Sampled(RunRecord):
 
 
 class Held(RunRecord):
-    """What a method was set to at a length.
+    """The setting of a method at a length.
 
     Attributes:
         target: the share, or seconds, that it was held to.
@@ -233,7 +233,7 @@ def markdown(file: CompareFile) -> Iterator[str]:
 
 
 def sentences(file: CompareFile, every: Sequence[Row]) -> Iterator[str]:
-    """How the reference stands to the nearest of the others, for each length and what they are held to."""
+    """The reference beside the nearest of the others, for each length and each share or time."""
     reference, spent = file.settings.reference, SPENT[file.settings.phase]
     for length, at in dict.fromkeys((row.length, row.at) for row in every):
         same = [row for row in every if (row.length, row.at) == (length, at)]

@@ -193,7 +193,7 @@ class Entrants:
 
     @torch.no_grad()
     def _seconds(self, entrant: Entrant, prompts: Sequence[torch.Tensor]) -> float:
-        """Of a prompt, or of a step: the median, without the first."""
+        """The median time of a prompt, or of a step, without the first."""
         assert entrant.mode is not None
         seconds = []
         with entrant.mode.running(self.loaded.model):

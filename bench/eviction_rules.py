@@ -150,7 +150,7 @@ class PromptObserver:
                 sums.add(new_sums)
 
     def statistics(self, layer: int, past: int) -> QueryStatistics | None:
-        """Of the queries behind a prompt of that length."""
+        """The mean and covariance of queries behind a prompt of that length."""
         if self.rotation is None:
             return None
         sums = self.sums[layer]

@@ -1,12 +1,12 @@
-"""Whether the rule that an engine measures is the right one: `auto` beside `always` and dense, cell by cell.
+"""The rule that an engine measures, cell by cell: `auto` beside `always` and dense.
 
     python -m sparsekv.bench.pays_grid MODEL --plan plan.yaml -o cells.jsonl
         [--requests 1,4,16] [--lengths 2k,8k,32k,128k] [--rows 128,512,2k,8k,16k] [--decode] [--repeats 5]
     python -m sparsekv.bench.pays_grid MODEL --densities 32k:0.21,128k:0.12 -o cells.jsonl
 
-In an environment with vLLM. Three engines take turns. A cell is so many requests of a length: either of
-which all but the last rows are cached, timed up to the last first token, or that decode together, timed a step. Cells
-are lines of the file as soon as they are known, and are not run again; those that failed or do not fit are told.
+In an environment with vLLM. Three engines take turns. A cell is so many requests of a length: either of which all but
+the last rows are cached, timed up to the last first token, or that decode together, timed a step. Cells are lines of the
+file as soon as they are known. Those that failed or did not fit are told, and run again by the next call.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def table(timed: Sequence[Timed]) -> str:
             continue
         median = {way: f"{1e3 * statistics.median(one.seconds[way]):.1f} ms" for way in WAYS}
         gain, low, high = one.gain(SPARSE)
-        ratios = [f"{gain:.2f}", f"{low:.2f}-{high:.2f}", f"{one.gain('always')[0]:.2f}", f"{one.apart:.2f}"]
+        ratios = [f"{gain:.2f}", f"{low:.2f}-{high:.2f}", f"{one.gain(ALWAYS)[0]:.2f}", f"{one.apart:.2f}"]
         times = [median[DENSE], median[SPARSE], median[ALWAYS]]
         lines.append([str(one.cell), *times, *ratios, "sparse" if one.sparse else "dense"])
     return columns(lines, right=range(1, 8))
