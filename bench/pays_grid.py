@@ -5,8 +5,8 @@
     python -m sparsekv.bench.pays_grid MODEL --densities 32k:0.21,128k:0.12 -o cells.jsonl
 
 In an environment with vLLM. Three engines take turns. A cell is so many requests of a length: either of which all but
-the last rows are cached, timed up to the last first token, or that decode together, timed a step. Cells are lines of the
-file as soon as they are known. Those that failed or did not fit are told, and run again by the next call.
+the last rows are cached, timed up to the last first token, or that decode together, timed a step. Cells are lines of
+the file as soon as they are known. Those that failed or did not fit are told, and run again by the next call.
 """
 
 from __future__ import annotations

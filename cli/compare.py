@@ -143,9 +143,10 @@ def _methods(flags: CompareFlags, ours: Plan | None, has_profile: bool) -> tuple
         name, _, place = one.partition("=")
         if one.endswith(".py"):
             added = register_file(Path(one))
-            names += [name for name in added if isinstance(registry()[name], KINDS[flags.phase])]
-            if len(names) == 0:
+            of_phase = [name for name in added if isinstance(registry()[name], KINDS[flags.phase])]
+            if not of_phase:
                 raise UsageError(f"expected a method for --phase {flags.phase} in {one}, found {', '.join(added)}")
+            names += of_phase
         elif place:
             if name in plans:
                 raise UsageError(f"expected a name of its own for each plan, found {name} twice; rename one")
