@@ -93,7 +93,10 @@ NAMES: Places = MappingProxyType(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
             "cudagraph_manager", "execute_model", "prepare_attn", "vllm_config",
         ),
-        "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": ("_graphs_captured",),
+        "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": (
+            "_capture_descs", "_graphs_captured", "_max_full_descs_to_capture", "graphs", "vllm_config",
+        ),
+        "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager": ("capture", "run_fullgraph"),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
             "cudagraph_dispatcher", "execute_model", "input_batch", "vllm_config",
         ),

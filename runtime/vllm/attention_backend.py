@@ -355,10 +355,12 @@ class SparseBuilder(_Builder):
         ]
         least, alone, verifies = host.pays.decode.at(requests), requests == len(lengths), host.queries > 1
         rows = starts[requests] if verifies else requests
+        chooses = decode.chooses([of_rows.stop - 1 for of_rows in seen], least)
         if self._counts:
             decode.count(seen, host.counters, least)
-        captured = alone and rows <= self._graph_rows and bool(host.pays.decode.rows)
-        if not rows or not (decode.chooses([of_rows.stop - 1 for of_rows in seen], least) or captured):
+            host.decodes_dense = not chooses
+        captured = alone and rows <= self._graph_rows and bool(host.pays.decode.rows) and not host.dense_graphs
+        if not rows or not (chooses or captured):
             return None
         part_of = None if alone else partial(self._part_of, common, 0, requests)
         starts_X = common.query_start_loc[: requests + 1] if verifies else None
@@ -426,6 +428,7 @@ def _started(config: Any) -> EngineHost | None:
         host = start_host(path, options, facts, vllm.engine_model(config), vllm.gather)
         if host.evicting is not None:
             _evict_blocks(config)
+        host.holds_dense = host.decode is not None and not host.drafts and vllm.hold_dense_graphs(config, _host_of)
     except (SparseKVError, *_UNLIKE) as error:
         vllm.say_dense(config, error)
         return None

@@ -52,6 +52,9 @@ class EngineHost(PlanHost):
 
     evicting: EvictingHost | None = None  # where layers do
     measures = False  # where the plan is faster, before anything is captured
+    holds_dense = False  # whether decode steps are captured a second time, without our kernels
+    dense_graphs = False  # whether those are there
+    decodes_dense = False  # whether nothing chooses in the step at hand
     place: Place
     model: str  # fingerprint of its architecture
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from inspect import Parameter, isfunction, signature
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +40,7 @@ from sparsekv.runtime.architecture import MODALITIES
 from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.model_config import quantisation_of
 from sparsekv.runtime.vllm.devices import OnCpu, OnCuda, platform
-from sparsekv.runtime.vllm.engine_host import KNOWN, READ, EngineModel
+from sparsekv.runtime.vllm.engine_host import KNOWN, READ, EngineHost, EngineModel
 from sparsekv.runtime.vllm.exact_engine import WORKER, ask_for_drafts
 from sparsekv.runtime.vllm.settings import EngineFacts, connectors_of, plan_path, read_options
 
@@ -236,6 +236,59 @@ def graph_rows(config: VllmConfig) -> int:
     if not platform.captures or not compilation.cudagraph_mode.has_full_cudagraphs():
         return 0
     return compilation.max_cudagraph_capture_size or 0
+
+
+_DENSE = "sparsekv_dense"  # on a manager of captured steps: those without our kernels
+
+
+def hold_dense_graphs(config: VllmConfig, host_of: Callable[[VllmConfig], EngineHost | None]) -> bool:
+    """Has vLLM capture decode steps a second time, without our kernels, and replay those where nothing chooses.
+    Returns whether this engine does: its second runner."""
+    if not (config.use_v2_model_runner and graph_rows(config)):
+        return False
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager  # which a CPU build may lack
+
+    replace_method(ModelCudaGraphManager, "capture", partial(_capturing_both, host_of))
+    replace_method(ModelCudaGraphManager, "run_fullgraph", partial(_replaying_either, host_of))
+    return True
+
+
+def _capturing_both(host_of: Callable[[VllmConfig], EngineHost | None], given: Any) -> Any:
+    def capture(self: Any, *args: Any, **kwargs: Any) -> None:
+        host = host_of(self.vllm_config)
+        if host is None or not host.holds_dense:
+            return given(self, *args, **kwargs)
+        host.dense_graphs = False
+        given(self, *args, **kwargs)
+        if self._max_full_descs_to_capture is not None:  # vLLM measures the memory of a few
+            return None
+        full = self._capture_descs.get(CUDAGraphMode.FULL, ())
+        chosen = [step for step in full if host.pays.decode.at(step.num_reqs) is not None]
+        before = host.decode, self.graphs, self._capture_descs
+        host.decode, self.graphs, self._capture_descs = None, {}, {CUDAGraphMode.FULL: chosen}
+        try:
+            given(self, *args, **kwargs)
+            setattr(self, _DENSE, self.graphs)
+        finally:
+            host.decode, self.graphs, self._capture_descs = before
+        host.dense_graphs = True
+        return None
+
+    return capture
+
+
+def _replaying_either(host_of: Callable[[VllmConfig], EngineHost | None], given: Any) -> Any:
+    def run_fullgraph(self: Any, step: Any) -> Any:
+        host, dense = host_of(self.vllm_config), getattr(self, _DENSE, {})
+        if host is None or not (host.dense_graphs and host.decodes_dense) or step not in dense:
+            return given(self, step)
+        graphs, self.graphs = self.graphs, dense
+        try:
+            return given(self, step)
+        finally:
+            self.graphs = graphs
+
+    return run_fullgraph
 
 
 def register() -> None:

@@ -95,13 +95,16 @@ class EngineLayers(TimedLayers):
         return self.layer_gain(dense, sparse, q_THD.flatten(1), captured)
 
     def decode_gain(self, rows: int, length: int) -> float:
-        """All layers of a step of so many requests, of which one of each kind is timed, filter layers first. A captured
-        step has our kernels at every length or at none: none where they cost more in a step in which nothing chooses
-        than they save at the longest context. Beside them a dense step takes as much longer."""
+        """All layers of a step of so many requests, of which one of each kind is timed, filter layers first. Without a
+        second set of graphs a captured step has our kernels at every length or at none: none where they cost more in a
+        step in which nothing chooses than they save at the longest context. Beside them a dense step takes as much
+        longer."""
         return self._agreed(self._decode_gain, rows, length)
 
     def _decode_gain(self, rows: int, length: int) -> float:
-        if rows not in self.costs:
+        if rows not in self.costs and self.host.holds_dense:
+            self.costs[rows] = 0.0
+        elif rows not in self.costs:
             short, idle = self._step_us(rows, min(_SHORT, length), None)
             dense, sparse = self._step_us(rows, self.place.longest, 0)
             least = max(0.0, idle - short)

@@ -1,4 +1,4 @@
-"""What vLLM captures of the sizes that exact output asks for is what other tests take it to be."""
+"""The steps that vLLM captures: of the sizes that exact output asks for; a second time, without our kernels."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +8,8 @@ from captured_steps import captured
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from sparsekv.runtime.core.pays import Pays, Thresholds
+from sparsekv.runtime.vllm import internals
 from sparsekv.runtime.vllm.exact_engine import capture_sizes
 
 
@@ -39,3 +41,69 @@ def test_vllm_captures_the_steps_that_are_expected(monkeypatch: pytest.MonkeyPat
     for most, lengths in ((drafted + 1, (1, drafted + 1)), (1, (1,))):
         made = manager(sizes, rows, drafted, most)._capture_descs[CUDAGraphMode.FULL]
         assert {(one.num_tokens, one.uniform_token_count) for one in made} == captured(sizes, rows, lengths)
+
+
+class Manager:
+    """Of captured steps, each of which is what its layers decode by."""
+
+    def __init__(self, host: Any, steps: list[Any], most: int | None = None) -> None:
+        self.vllm_config, self.graphs, self._max_full_descs_to_capture = host, {}, most
+        self._capture_descs = {CUDAGraphMode.FULL: steps, CUDAGraphMode.PIECEWISE: [object()]}
+
+    def capture(self) -> None:
+        for step in self._capture_descs[CUDAGraphMode.FULL]:
+            assert step not in self.graphs
+            self.graphs[step] = self.vllm_config.decode
+
+    def run_fullgraph(self, step: Any) -> Any:
+        return self.graphs[step]
+
+
+def managed(monkeypatch: pytest.MonkeyPatch) -> type[Manager]:
+    class Ours(Manager):
+        pass
+
+    monkeypatch.setattr(cudagraph_utils, "ModelCudaGraphManager", Ours)
+    monkeypatch.setattr(internals, "graph_rows", lambda config: 8)
+    assert internals.hold_dense_graphs(SimpleNamespace(use_v2_model_runner=True), lambda host: host)
+    return Ours
+
+
+def test_steps_in_which_nothing_chooses_are_replayed_without_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [step(num_reqs=rows) for rows in (1, 4, 8)]
+    host = engine(holds_dense=True, pays=Pays(decode=Thresholds((4,), (4096,))))
+    manager = managed(monkeypatch)(host, steps)
+    for _ in range(2):  # an engine that grows captures anew
+        manager.graphs.clear()
+        manager.capture()
+        replayed = {}
+        for host.decodes_dense in (True, False):
+            replayed[host.decodes_dense] = [manager.run_fullgraph(step) for step in steps]
+        assert replayed == {True: ["plan", None, None], False: ["plan"] * 3}  # one row never pays: it has none of ours
+        assert host.decode == "plan"
+        assert len(manager._capture_descs) == 2
+
+
+def test_few_steps_are_captured_once_to_measure_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = engine(holds_dense=True)
+    manager = managed(monkeypatch)(host, [step(num_reqs=1)], most=2)
+    manager.capture()
+    host.decodes_dense = True
+    assert manager.run_fullgraph(step(num_reqs=1)) == "plan"
+
+
+def test_engines_that_cannot_hold_two_sets_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = engine(holds_dense=False, decodes_dense=True)
+    manager = managed(monkeypatch)(host, [step(num_reqs=1)])
+    manager.capture()
+    assert manager.run_fullgraph(step(num_reqs=1)) == "plan"
+    assert not internals.hold_dense_graphs(SimpleNamespace(use_v2_model_runner=False), lambda host: host)
+
+
+def engine(**given: Any) -> Any:
+    """As `EngineHost` has them."""
+    return SimpleNamespace(**{"decode": "plan", "dense_graphs": False, "decodes_dense": False, "pays": Pays(), **given})
+
+
+def step(num_reqs: int) -> Any:
+    return cudagraph_utils.BatchExecutionDescriptor(CUDAGraphMode.FULL, num_reqs, num_reqs)

@@ -55,6 +55,14 @@ def test_a_captured_step_answers_as_one_that_is_launched(
     assert serving_stats(engines["captured"]).decode_sparse == chosen
 
 
+def test_a_request_that_begins_to_choose_changes_graphs(engines: dict[str, Any], prompts: Prompts) -> None:
+    asked = [prompts[2700][: DECODE_BOUND - NEW // 2]]
+    launched, captured = answers(engines["eager"], asked), answers(engines["captured"], asked)
+    assert captured[0][0] == launched[0][0]
+    assert captured[0][1] == pytest.approx(launched[0][1], abs=0.1)
+    assert 0 < serving_stats(engines["captured"]).decode_sparse < NEW - 1
+
+
 def test_rows_choose_beside_chunks_of_prompts_however_steps_are_run(engines: dict[str, Any], prompts: Prompts) -> None:
     check_rows_that_choose(engines, prompts)
 

@@ -45,6 +45,7 @@ def test_where_nothing_pays_all_steps_are_dense(engine: Any, host: Any, dense: O
     outputs = generate(engine, asked)
     assert [same(output, dense(prompt, ())) for output, prompt in zip(outputs, asked, strict=True)] == [True, True]
     stats = serving_stats(engine)
+    assert host.decodes_dense
     assert (stats.prefill_density, stats.sparse_tokens, stats.decode_sparse) == (1.0, 0, 0)
     assert stats.decode_dense == len(asked) * (NEW - 1)
 
@@ -132,13 +133,19 @@ def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(
 
 
 @pytest.mark.parametrize(
-    ("longest", "saved", "idle", "gain"),
-    [(0.3, 0.3, 0.1, 1.1 / 0.7), (0.3, -0.05, 0.1, 1.1 / 1.05), (0.1, 0.1, 0.3, 0.0)],
-    ids=["faster", "faster than with idle kernels", "costs more than it saves at most"],
+    ("longest", "saved", "idle", "gain", "holds_dense"),
+    [
+        (0.3, 0.3, 0.1, 1.1 / 0.7, False),
+        (0.3, -0.05, 0.1, 1.1 / 1.05, False),
+        (0.1, 0.1, 0.3, 0.0, False),
+        (0.1, 0.1, 0.3, 1 / 0.9, True),
+    ],
+    ids=["faster", "faster than with idle kernels", "costs more than it saves at most", "two sets of graphs"],
 )
 def test_decode_kernels_are_captured_where_they_save_more_than_they_cost_idle(
-    engine: Any, host: Any, longest: float, saved: float, idle: float, gain: float
-) -> None:
+    engine: Any, host: Any, monkeypatch: pytest.MonkeyPatch, longest: float, saved: float, idle: float, gain: float,
+    holds_dense: bool,
+) -> None:  # fmt: skip
     """Of a layer that takes 1 dense; the engine's kernel has nothing left of what our layers choose for."""
     lengths: list[list[int]] = []
 
@@ -154,11 +161,12 @@ def test_decode_kernels_are_captured_where_they_save_more_than_they_cost_idle(
         return [1.0, *[1.0 - less * layers_each] * (len(launches) - 1)]
 
     layers = Layers(host.program, Place("sha256:", 3072, BUDGET, 4, {}), Timers(replayed, replayed), host, CPU, 64)
+    monkeypatch.setattr(host, "holds_dense", holds_dense)
     counts = [count for _, count in layers.kinds]
     layers_each = len(layers.program.attending) / sum(counts)
     assert layers.decode_gain(1, 2048) == pytest.approx(gain)
     told = {tuple(of) for of in lengths}
-    assert told == {(128,), (3072,), (0,)} | ({(2048,)} if gain else set())
+    assert told == {(0,)} | ({(2048,)} if gain else set()) | (set() if holds_dense else {(128,), (3072,)})
 
 
 def test_a_rank_without_memory_answers_the_others(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
