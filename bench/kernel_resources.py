@@ -185,8 +185,8 @@ def decode_cases() -> Cases:
             call = partial(decode_triton.decode, q, view, chosen_tokens, scale=0.1, scoring=scores, out=out)
             yield f"head size {dim}, {name}", call
         q4, first_X = q.expand(4, -1, -1, -1), torch.tensor([0, 4], dtype=torch.int32)
-        lengths_B, table_BP = pages.lengths_B.expand(4), table.expand(4, -1)
-        shared = replace(pages, lengths_B=lengths_B, table_BP=table_BP, requests=Requests(first_X, 4))
+        lengths_B, owners_B = pages.lengths_B.expand(4), torch.zeros(4, dtype=torch.int64)
+        shared = replace(pages, lengths_B=lengths_B, requests=Requests(owners_B, first_X, 4))
         scores = replace(scoring, starts_B=lengths_B)
         call = partial(decode_triton.decode, q4, shared, None, scale=0.1, scoring=scores, out=torch.zeros_like(q4))
         yield f"head size {dim}, pages, scores, four rows a request", call

@@ -104,6 +104,7 @@ class Requests:
     """Batch rows of a request lie one behind the other and have the same keys, of which each sees its own length: a
     kernel may read them once for all."""
 
+    of_row_B: torch.Tensor  # int64 on the device: the request of each batch row
     starts_X: torch.Tensor  # int32 on the device: the first row of each request, which may have none; the end of all
     most: int  # rows of a request
 
@@ -117,8 +118,8 @@ class KeyView:
     strides that stand there when they run. So a captured step serves one cache after another. For Triton alone.
 
     Contiguous (`table_BP` is None): token t of row b is `k[b, :, t]`. Paged: it is
-    `k[table_BP[b, t // T], :, t % T]`; entries of the table beyond a row's length may hold anything, and so may the
-    memory of tokens beyond it.
+    `k[table_BP[b, t // T], :, t % T]`, with `requests` that of its request in place of b; entries of the table beyond a
+    row's length may hold anything, and so may the memory of tokens beyond it.
     """
 
     k: torch.Tensor  # [B, G, S, D] or [N, G, T, D]
@@ -168,7 +169,8 @@ class KeyView:
         found = stored_as_bytes(x)
         if self.table_BP is None:
             return found[b, g].index_select(0, tokens).view(x.dtype)
-        page_T, slot_T = self.table_BP[b].index_select(0, tokens // self.page), tokens % self.page
+        owner = b if self.requests is None else int(self.requests.of_row_B[b])
+        page_T, slot_T = self.table_BP[owner].index_select(0, tokens // self.page), tokens % self.page
         return found[:, g][page_T, slot_T].view(x.dtype)
 
     def contiguous(self, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,6 +202,7 @@ class KeyView:
         if self.table_BP is None:
             return x[:, :, :longest]
         used_BP = self.table_BP[:, : -(-longest // self.page)].clamp(0, x.shape[0] - 1)
+        used_BP = used_BP if self.requests is None else used_BP[self.requests.of_row_B]
         return x[used_BP].transpose(1, 2).flatten(2, 3)[:, :, :longest]
 
 
@@ -227,7 +230,8 @@ def check_keys(
     batch, table = q_BHQD.shape[0], keys.table_BP
     _check_int32("lengths", keys.lengths_B, (batch,), q_BHQD.device)
     if table is not None:
-        _check_int32("the block table", table, (batch, table.shape[-1]), q_BHQD.device)
+        tables = batch if keys.requests is None else len(keys.requests.starts_X) - 1
+        _check_int32("the block table", table, (tables, table.shape[-1]), q_BHQD.device)
     if table is None and batch != keys.k.shape[0]:
         raise ShapeError(
             f"k and v must have the batch of q, or a block table; found q {tuple(q_BHQD.shape)} and k "

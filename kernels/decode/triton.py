@@ -100,7 +100,7 @@ def _run(
             *q_BHQD.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
             scale * _LOG2_E, window or 0, G, counts_B if requests is None else requests.starts_X, *_scales_of(keys),
             GROUP=H // G, ROWS=rows, D=D, BLOCK_D=block_d, QUERIES=queries,
-            COUNTED=new_B is not None, SHARED=requests is not None,
+            COUNTED=new_B is not None, SHARED=requests is not None, OWNED=keys.requests is not None,
             BLOCK_N=launch.block_n, PAGE=keys.page, INDIRECT=keys.where is not None, SPARSE=selection is not None,
             SCORED=scoring is not None, ATTENDS=attends, STAGES=launch.stages, PRECISION="ieee",
             CAP=keys.softmax.cap * _LOG2_E, SCALED=scales is not None,
@@ -144,9 +144,12 @@ def _score(
         )  # fmt: skip
 
 
-def _table_of(keys: KeyView) -> tuple[torch.Tensor, torch.Tensor, int]:
-    where = keys.lengths_B if keys.where is None else keys.where
-    return (where, keys.lengths_B, 0) if keys.table_BP is None else (where, keys.table_BP, keys.table_BP.stride(0))
+def _table_of(keys: KeyView) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    """Where the keys are, the block table with its stride, and whose entry of it each row reads."""
+    unused, table_BP = keys.lengths_B, keys.table_BP
+    where = unused if keys.where is None else keys.where
+    owners_B = unused if keys.requests is None else keys.requests.of_row_B
+    return (where, unused, 0, owners_B) if table_BP is None else (where, table_BP, table_BP.stride(0), owners_B)
 
 
 def _scales_of(keys: KeyView) -> tuple[torch.Tensor, ...]:
@@ -240,20 +243,20 @@ def _add_tokens(
 @no_type_check
 @triton.jit(do_not_specialize=["table_stride", "sink", "recent", "window", "kv_heads", "logits_stride_H"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, part_ptr, part_lse_ptr, lengths_ptr, where_ptr, table_ptr, table_stride,
+    q_ptr, k_ptr, v_ptr, part_ptr, part_lse_ptr, lengths_ptr, where_ptr, table_ptr, table_stride, owners_ptr,
     chosen_ptr, counts_ptr, chosen_stride_B, chosen_stride_G, sink, recent,
     logits_ptr, starts_ptr, logits_stride_H,
     q_stride_B, q_stride_H, k_stride_B, k_stride_G, k_stride_S, v_stride_B, v_stride_G, v_stride_S,
     scale_log2, window, kv_heads, new_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    QUERIES: tl.constexpr, COUNTED: tl.constexpr, SHARED: tl.constexpr,
+    QUERIES: tl.constexpr, COUNTED: tl.constexpr, SHARED: tl.constexpr, OWNED: tl.constexpr,
     PAGE: tl.constexpr, INDIRECT: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, ATTENDS: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, SCALED: tl.constexpr, Q_SCALED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, KV heads, batch). The tokens of a row are numbered: sinks, chosen, recent; or all of them. Of the
     rows of a product each query head has QUERIES, one a new token. If SHARED, `batch` is a request and each new token a
-    batch row, from `new_ptr` on, with a length and logits of its own.
+    batch row, from `new_ptr` on, with a length and logits of its own. If OWNED, tables are of requests.
 
     A split without tokens stores only its log-sum-exp.
     """
@@ -262,17 +265,18 @@ def decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
+    owner = batch
     row_R = tl.arange(0, ROWS)
     lanes_D = tl.arange(0, BLOCK_D)
     lanes_N = tl.arange(0, BLOCK_N)
     if SHARED:
         head_R = kv_head * GROUP + row_R // QUERIES
-        request = batch
-        batch = tl.load(new_ptr + request).to(tl.int64)  # its first row, from which its table is read
-        batch_R = batch + row_R % QUERIES
-        real_R = (row_R < GROUP * QUERIES) & (batch_R < tl.load(new_ptr + request + 1))
+        batch_R = tl.load(new_ptr + owner).to(tl.int64) + row_R % QUERIES
+        real_R = (row_R < GROUP * QUERIES) & (batch_R < tl.load(new_ptr + owner + 1))
         q_at_R = batch_R * q_stride_B + head_R.to(tl.int64) * q_stride_H
     else:
+        if OWNED:
+            owner = tl.load(owners_ptr + batch)
         head_R = kv_head * GROUP + row_R
         batch_R = batch
         real_R = row_R < GROUP
@@ -299,7 +303,7 @@ def decode_kernel(
         if PAGE == 0:
             k_base += batch * k_stride_B
             v_base += batch * v_stride_B
-    table_row = table_ptr + batch * table_stride
+    table_row = table_ptr + owner * table_stride
 
     new = QUERIES
     if COUNTED:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -106,7 +105,7 @@ class DecodeHost:
             may_B[request].zero_()
         lengths_R = may_B if starts_X is None else self._of_rows(may_B, starts_X[1:])[:rows]
         self._state.begin(lengths_R, lengths_R.device)
-        several = None if starts_X is None else Several(self._request_R[:rows], Requests(starts_X, self._queries))
+        several = None if starts_X is None else Requests(self._request_R[:rows], starts_X, self._queries)
         return DecodeRows(self._state, self._backend, lengths_B, table_BP, part_of, several)
 
     def _of_rows(self, lengths_B: torch.Tensor, ends_B: torch.Tensor) -> torch.Tensor:
@@ -137,14 +136,6 @@ class DecodeHost:
                     step.attend(layer, q_BHD, pages, out_BHD, 1.0, softmax, scales)
 
 
-@dataclass(frozen=True, slots=True)
-class Several:
-    """Rows of a step whose requests may have several."""
-
-    request_R: torch.Tensor
-    requests: Requests
-
-
 @dataclass(frozen=True)
 class DecodeRows:
     """The decode rows of a step: those of its first requests, each of which one kernel computes as a whole."""
@@ -154,7 +145,7 @@ class DecodeRows:
     lengths_B: torch.Tensor
     table_BP: torch.Tensor
     part_of: Callable[[], Any] | None
-    several: Several | None  # None where each request has one row
+    several: Requests | None  # None where each request has one row
     _rest: dict[Hashable, Any] = field(default_factory=dict)
     _sparse: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -166,10 +157,6 @@ class DecodeRows:
     def rows(self) -> slice:
         return slice(len(self.state.lengths_B))
 
-    @cached_property
-    def _table_RP(self) -> torch.Tensor:  # noqa: N802
-        return self.table_BP if self.several is None else self.table_BP[self.several.request_R]
-
     def _lengths(self, layer: LayerProgram) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths of the requests of which a row chooses for this layer, and of their rows; 0 for the others. Rows that
         attend to everything beside one that chooses, at the edge of a bucket, are computed with it."""
@@ -177,7 +164,7 @@ class DecodeRows:
         if key not in self._sparse:
             sparse_R = sparse_B = layer.role.sparse_lengths(self.state, self.backend)
             if self.several is not None:
-                request_R = self.several.request_R
+                request_R = self.several.of_row_B
                 most_B = torch.zeros_like(self.lengths_B).scatter_reduce_(0, request_R, sparse_R, "amax")
                 sparse_B, sparse_R = self.lengths_B * (most_B > 0), self.state.lengths_B * (most_B > 0)[request_R]
             self._sparse[key] = sparse_B, sparse_R
@@ -204,8 +191,7 @@ class DecodeRows:
         of any strides; scales are of pages, and maybe queries, in e4m3."""
         if scales is not None:
             pages = pages[0].view(FLOAT8), pages[1].view(FLOAT8)
-        requests = None if self.several is None else self.several.requests
-        keys = KeyView(*pages, self._lengths(layer)[1], self._table_RP, None, softmax, None, scales, requests)
+        keys = KeyView(*pages, self._lengths(layer)[1], self.table_BP, None, softmax, None, scales, self.several)
         decode(
             layer, q_RHD[:, :, None], Resident(keys), self.state, scale=scale, backend=self.backend,
             out_BHQD=out_RHD[:, :, None],

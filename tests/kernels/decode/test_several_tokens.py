@@ -145,13 +145,14 @@ def check_shared(shared: Shared, backend: str, device: str = "cpu") -> None:
     lengths_R, starts_R, first_X = (
         torch.tensor(x, dtype=torch.int32, device=device) for x in (lengths, starts, (0, *accumulate(shared.counts)))
     )
-    table_RP = drawn.keys.table_BP[torch.cat((owner_R, owner_R.new_zeros(2))).to(device)]
-    keys = replace(drawn.keys, lengths_B=lengths_R, table_BP=table_RP)
+    owner_R = torch.cat((owner_R, owner_R.new_zeros(2))).to(device)
+    keys = replace(drawn.keys, lengths_B=lengths_R)
+    apart, requests = replace(keys, table_BP=keys.table_BP[owner_R]), Requests(owner_R, first_X, max(shared.counts))
     source = torch.Generator().manual_seed(1)
     q_RHQD = torch.randn((rows, case.heads, 1, case.dim), generator=source).to(drawn.q_BHQD.dtype).to(device)
     scoring = Scoring(starts_R, end, shared.lists)
     found = []
-    for view in (keys, replace(keys, requests=Requests(first_X, max(shared.counts)))):
+    for view in (apart, replace(keys, requests=requests)):
         out_RHQD = torch.full(q_RHQD.shape, 7.0, dtype=case.dtype, device=device)
         with poisoned_memory():
             found.append(
