@@ -50,7 +50,8 @@ def make_engine(model: str, **settings: Any) -> Any:
 
 
 def gpu_engine(model: str, own: dict[str, Any], captured: bool = False, **settings: Any) -> Any:
-    """An engine in bfloat16 by our backend on a GPU, which takes little memory; it has settings of ours: sparse always, unless asked otherwise."""
+    """An engine in bfloat16 by our backend on a GPU, which takes little memory; it has settings of ours: sparse always,
+    unless asked otherwise."""
     from sparsekv.bench.vllm_engines import asking_for_ours
 
     given = {"dtype": "bfloat16", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2 << 30}
