@@ -7,8 +7,9 @@ Shapes: S segments, B batch, N buckets.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -72,6 +73,7 @@ class SegmentProgram:
 
 SCORE_BYTES = 512 << 20  # scratch for the logits of one filter layer
 
+_LONGEST = 1 << 31
 _EVERYTHING = DecodeBudget(fraction=1.0, at_most=1 << 40)
 
 
@@ -89,6 +91,13 @@ def counts_of(segment: SegmentProgram, lengths: Sequence[int]) -> list[int]:
         end += 0 if count == ALL else length
         counts.append(count if end <= room else ALL)
     return counts
+
+
+def chooses_from(segment: SegmentProgram) -> Iterator[int]:
+    """Of every bucket the fewest tokens of a row that chooses; more than it holds where none does."""
+    for shortest, longest in pairwise((0, *segment.bounds, _LONGEST)):
+        lengths = range(shortest + 1, longest + 1)
+        yield lengths.start + bisect_left(lengths, True, key=lambda length: segment.count(length) != ALL)
 
 
 class Budgets:
@@ -132,14 +141,6 @@ class Budgets:
         chooses_SB &= ends_SB <= self._room_S[:, None]
         starts_SB = torch.where(chooses_SB, ends_SB - lengths_B, -1)
         return torch.where(chooses_SB, chosen_SB, ALL).int(), starts_SB.int()
-
-    def tally(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows that choose for all segments that they are to choose for, and rows without room in the scratch: bool [B]
-        each."""
-        wanted_SB = self._wanted(lengths_B)[1]
-        held_SB = self.by_torch(lengths_B)[0] != ALL
-        missing_B = (wanted_SB & ~held_SB).any(0)
-        return wanted_SB.any(0) & ~missing_B, missing_B
 
     def _wanted(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens to choose, and whether a row chooses where the scratch has room: [S, B] each."""

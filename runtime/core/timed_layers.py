@@ -60,12 +60,6 @@ def launched_us(launches: Sequence[Launch], device: torch.device) -> list[float]
     return [max(times) for times in zip(taken, issued, strict=True)]
 
 
-def computed_us(launches: Sequence[Launch], device: torch.device) -> list[float]:
-    """Median time of each launch on the device, whatever the program takes: of what will run as a graph."""
-    with torch.cuda.device(device):
-        return _in_turn(launches, _ROUNDS, device, 2 * max(_issued_us(launch, 1) for launch in launches))
-
-
 def device_us(launches: Sequence[Launch], device: torch.device, rounds: int = _ROUNDS) -> list[float]:
     with torch.cuda.device(device):
         return _in_turn(launches, rounds, device, _ISSUE_US)
@@ -139,12 +133,10 @@ Timer = Callable[[Sequence[Launch], torch.device], Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Timers:
-    """Times launches in microseconds: as a program issues them, as part of a captured step, and as parts of graphs of
-    their own, of which the device's time is known."""
+    """Times launches in microseconds: as a program issues them, and as part of a captured step."""
 
     launched: Timer = launched_us
     replayed: Timer = replayed_us
-    computed: Timer = computed_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,10 +274,10 @@ class TimedLayers(ABC):
         counted = zip(every[0].tiles[own], every[0].columns[own], strict=True)
         return [(min(1.0 - columns, here + max(0.0, tiles - least)), columns) for tiles, columns in counted]
 
-    def layer_gain(self, dense: Launch, sparse: Launch, x_TE: torch.Tensor, captured: bool = False) -> float:
+    def layer_gain(self, dense: Launch, sparse: Launch, x_TE: torch.Tensor) -> float:
         """Dense time over sparse time of a layer: attention, and products as of its projections, whose time on the
-        device hides that of the program, which an index takes more of, unless it runs as a graph. `x_TE` has as many
-        numbers a row as the heads."""
+        device hides that of the program, which an index takes more of. `x_TE` has as many numbers a row as the
+        heads."""
         rows, width = x_TE.shape
         new = partial(torch.empty, dtype=x_TE.dtype, device=x_TE.device)
         w_EF, out_TF = (new(size, width * self.program.rank.count) for size in (width, rows))
@@ -297,8 +289,7 @@ class TimedLayers(ABC):
                 torch.mm(x_TE, w_EF, out=out_TF)
             return attended
 
-        timer = self.timers.computed if captured else self.timers.launched
-        dense_us, sparse_us = timer([partial(layer, dense), partial(layer, sparse)], x_TE.device)
+        dense_us, sparse_us = self.timers.launched([partial(layer, dense), partial(layer, sparse)], x_TE.device)
         return dense_us / sparse_us
 
     @property

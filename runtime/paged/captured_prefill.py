@@ -124,6 +124,7 @@ class CapturedPrefill:
         page: int, dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         self._fallback, self._views, self._device, first = fallback, views, device, layers[0]
+        self._made_for = rows, longest, page
         self._tile, self._dtype, self._most_keys = first.tile, dtype, memory_of(longest)
         self._rows = min(_rounded(rows), MOST_NUMBERS // (first.heads * head_dim), self._most_keys) // _TILE * _TILE
         self._layout = IndexLayout(
@@ -183,6 +184,11 @@ class CapturedPrefill:
             except Exception as error:  # the engine runs without graphs
                 self._stop(summary(error))
                 return
+
+    def alone(self, layer: LayerProgram) -> CapturedPrefill:
+        """Graphs of another layer alone, like those of these layers."""
+        size = self._layout.head_dim
+        return CapturedPrefill((layer,), self._fallback, self._views, size, *self._made_for, self._dtype, self._device)
 
     def takes_rows(self, rows: int) -> bool:
         return _TILE <= rows <= self._rows

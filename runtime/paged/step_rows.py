@@ -14,13 +14,15 @@ heads, N pages in memory, S tokens of a page, P pages of a request, D head size.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
+from sparsekv.kernels.decode.selection import ALL
 from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Requests, Scales, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.core import segments
@@ -48,20 +50,32 @@ class DecodeHost:
         self._state = DecodeState(program.segments, gather, scratch=scratch, carried=program.carried)
         self._lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self._request_R = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._tally = self._state.budgets(torch.device("cpu")).tally if program.segments else self._longer
         self._dense_up_to = min(layer.role.dense_up_to for layer in program.sparse)
+        self._segments = program.segments
+        self._bounds: tuple[int, ...] = program.segments[0].bounds if program.segments else ()
+        self._from: tuple[int, ...] = tuple(
+            map(min, zip(*map(segments.chooses_from, program.segments), strict=True))
+        ) or (self._dense_up_to + 1,)
 
     def chooses(self, lengths: Sequence[int], least: int | None = 0) -> bool:
         """Returns whether a row may choose, as far as the host knows: by the tokens of each request; `least` as in
         `begin`."""
         return least is not None and max(lengths, default=0) >= max(least, self._dense_up_to + 1)
 
-    def _longer(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return lengths_B > self._dense_up_to, torch.zeros_like(lengths_B, dtype=torch.bool)
-
     def without_room(self, lengths: Sequence[int]) -> list[bool]:
-        """Whether each row that may choose, at these lengths, attends to everything for want of scratch."""
-        return self._tally(torch.tensor(lengths, dtype=torch.int32, device="cpu"))[1].tolist()
+        """Whether each row that may choose, at these lengths, attends to everything for want of scratch: as
+        `Budgets.of`, at a fraction of its time, which no step waits for."""
+        wanted, lacks = sum(filter(self._chooses, lengths)), [False] * len(lengths)
+        for segment in self._segments:
+            if (room := self._state.room(segment)) < wanted:
+                scored = [0 if segment.count(length) == ALL else length for length in lengths]
+                ends = accumulate(scored)
+                lacks = [lack or (own > 0 and end > room) for lack, own, end in zip(lacks, scored, ends, strict=True)]
+        return lacks
+
+    def _chooses(self, length: int) -> bool:
+        """Whether a row of so many tokens chooses for some segment, where the scratch has room."""
+        return length >= self._from[bisect_left(self._bounds, length)]
 
     def count(self, requests: Sequence[range], counters: Counters, least: int | None = 0) -> None:
         """Counts the decode rows of a step, by the tokens that each row of a request attends to at most; rows below 2
@@ -70,8 +84,8 @@ class DecodeHost:
         chosen = left = 0
         if least is not None and self.chooses([rows[-1] for rows in real], least):
             long = [length for rows in real if rows[-1] >= least for length in rows]
-            chooses_R, left_R = self._tally(torch.tensor(long, dtype=torch.int32, device="cpu"))
-            chosen, left = int(chooses_R.sum()), int(left_R.sum())
+            left = sum(self.without_room(long))
+            chosen = sum(map(self._chooses, long)) - left
         counters.decode_sparse += chosen
         counters.decode_dense += sum(map(len, real)) - chosen
         counters.decode_left += left

@@ -22,6 +22,7 @@ from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.core.pays import Pays, parse
 from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.core.timed_layers import Launch, RuleFile, TimedLayers, Timers, rule_key
 from sparsekv.runtime.model_config import device_name
 from sparsekv.runtime.settings import cache_folder
@@ -88,11 +89,28 @@ class EngineLayers(TimedLayers):
             return math.nan
 
         def sparse() -> None:
-            out_THD.copy_(self.host.prefill(alike, q_THD, keys(), chunk, scale, counted=False))
+            attended = graph()
+            if attended is None:
+                attended = self.host.prefill(alike, q_THD, keys(), chunk, scale, counted=False)
+            out_THD.copy_(attended)
 
+        graph = self._graph(alike, q_THD, pages, chunk)
         dense = self.dense(q_THD, pages, [length], out_THD)
-        captured = self.host.captured is not None and self.host.captured.takes_rows(rows)
-        return self.layer_gain(dense, sparse, q_THD.flatten(1), captured)
+        return self.layer_gain(dense, sparse, q_THD.flatten(1))
+
+    def _graph(
+        self, layer: LayerProgram, q_THD: torch.Tensor, pages: Pages, chunk: Chunk
+    ) -> Callable[[], torch.Tensor | None]:
+        """Attention as a graph, where chunks of so many rows run as one. The first chunk of a size does not."""
+        if self.host.captured is None:
+            return lambda: None
+        graphs = self.host.captured.alone(layer)
+        attend = partial(
+            graphs.attend, layer=layer, q_THD=q_THD, pages=pages.pages, table_P=pages.table_BP[0], chunk=chunk,
+            scale=self.size**-0.5, softmax=self.softmax, meter=Meter(), scales=self.scales,
+        )  # fmt: skip
+        attend(object())
+        return partial(attend, object())
 
     def decode_gain(self, rows: int, length: int) -> float:
         """All layers of a step of so many requests, of which one of each kind is timed, filter layers first. Without a

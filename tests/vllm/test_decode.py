@@ -103,7 +103,6 @@ def test_rows_that_the_scratch_has_no_room_for_are_dense_and_counted(
     monkeypatch.setattr(
         decode, "_state", type(decode._state)(plan_host_of(engine).program.segments, scratch=torch.empty(8))
     )
-    monkeypatch.setattr(decode, "_tally", decode._state.budgets(torch.device("cpu")).tally)
     (output,) = generate(engine, [prompts[1100]])
     without = Oracle(reference.model, plan.model_copy(update={"decode": None}))
     assert same(output, without(prompts[1100], range(BUDGET, 1100, BUDGET)))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +131,34 @@ def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(
     assert rule.prefill.pays(BUDGET, CROSSOVER + 200)
     assert not rule.prefill.pays(BUDGET, CROSSOVER)
     assert rule.decode.pays(4, 2048)
+
+
+def test_chunks_that_run_as_graphs_are_timed_as_such(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first chunk of a size is launched, and one whose capture failed."""
+    asked: list[object] = []
+    computed: list[int] = []
+
+    class Graphs:
+        def attend(self, name: object, q_THD: torch.Tensor, **given: Any) -> torch.Tensor | None:
+            asked.append(name)
+            return q_THD if len(asked) == 2 else None
+
+    def prefill(layer: Any, q_THD: torch.Tensor, *rest: Any, counted: bool) -> torch.Tensor:
+        computed.append(len(asked))
+        return q_THD
+
+    def launched(launches: Any, device: torch.device) -> list[float]:
+        for launch in (launches[1], launches[1]):
+            launch()
+        return [3.0, 2.0]
+
+    monkeypatch.setattr(host, "captured", SimpleNamespace(alone=lambda layer: Graphs()))
+    monkeypatch.setattr(host, "prefill", prefill)
+    place = Place("sha256:", 3072, BUDGET, 4, {3072: counts(4, 0.4)})
+    layers = EngineLayers(host.program, place, Timers(launched), host, CPU, 64)
+    assert layers.prefill_gain(host.program.layers[1], BUDGET, 3072) == 1.5
+    assert computed == [3]
+    assert asked[0] is not asked[1] is asked[2]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Graphs of a request's chunks, beside the same layers launch by launch."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,6 +103,29 @@ def replayed(monkeypatch) -> None:
 
     monkeypatch.setattr(CapturedPrefill, "_capture", capture)
     monkeypatch.setattr(captured_prefill, "_SMALLEST", 256)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU graphs run there")
+@pytest.mark.usefixtures("replayed")
+def test_a_layer_with_other_budgets_has_graphs_of_its_own() -> None:
+    heads, kv_heads, size, cpu = 2, 1, 16, torch.device("cpu")
+    layers = layers_of(2, heads, kv_heads, random.Random(1))
+    other = replace(
+        layers[0],
+        patterns=((VerticalSlash(vertical=tokens(9), slash=tokens(70), max_tiles=tokens(300), last_q=64),) * heads,),
+    )
+    scratch = Scratch(memory_of(500), kv_heads * size, torch.float32, cpu)
+    host = PlanHost(Program(Rank(), (other,)), "triton", scratch, 500)
+    captured = CapturedPrefill(layers, Fallback("triton"), scratch.views, size, 256, 500, PAGE, torch.float32, cpu)
+    cache, q_THD, table_P = torch.randn(100, 2, PAGE, kv_heads, size), torch.randn(200, heads, size), torch.arange(40)
+    pages, chunk = (cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)), Chunk((211,), (411,))
+    graphs = captured.alone(other)
+    first, out = (
+        graphs.attend(object(), other, q_THD, pages, table_P.int(), chunk, 0.25, PLAIN, Meter()) for _ in range(2)
+    )
+    assert first is None
+    expected = host.prefill(other, q_THD, scratch.copy(pages, table_P.int(), chunk.longest), chunk, 0.25)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU graphs run there")

@@ -1,5 +1,6 @@
 """The decode rows of an engine's step, from pages, against each row alone."""
 
+import random
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from plans_samples import model_info
 from tiny_plans import segment
 
+from sparsekv.kernels.decode.selection import ALL
 from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, in_8_bits, scaled
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan
 from sparsekv.runtime.core.program import Program, decode
@@ -122,12 +124,30 @@ def test_rows_beyond_the_scratch_are_left_to_the_dense_kernel_and_counted(backen
     lengths, counters = (300, 80, 200, 120), Counters()
     rows, host = Rows(len(lengths)), host_of(backend, scratch=(HEADS + GROUPS) * 430)
     host._state._tables.clear()
-    host._tally = host._state.budgets(torch.device("cpu")).tally
     rows.step(host, as_lengths(lengths))
     host.count([range(length, length + 1) for length in lengths], counters)
     # Of the first segment, whose scores are one list, the scratch holds 516 tokens.
     assert (rows.out_LBHD[2:, 2:] == UNTOUCHED).all()
     assert (counters.decode_sparse, counters.decode_dense, counters.decode_left) == (1, 3, 2)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_host_knows_which_rows_choose_as_the_device_does(seed: int) -> None:
+    source = random.Random(seed)
+    shares = [DecodeBudget(fraction=source.uniform(0.05, 1.0), at_most=source.choice([30, 1000])) for _ in range(4)]
+    buckets = (
+        DecodeBucket(up_to=90, dense=True),
+        DecodeBucket(up_to=200, segments=(segment(0, (1,), shares[0]), segment(2, (3,), shares[1]))),
+        DecodeBucket(up_to=None, segments=(segment(0, (1,), shares[2]), segment(2, (3,), shares[3]))),
+    )
+    program = Program.of(None, DecodePlan(lengths=buckets), model_info(layers=4, heads=HEADS, kv_heads=GROUPS))
+    host = DecodeHost(program, "cpu", ROWS, LONGEST, torch.device("cpu"))
+    host._state.scratch = torch.empty(source.randrange(1, ROWS * LONGEST * 2 * HEADS))
+    lengths = [source.randrange(1, LONGEST) for _ in range(ROWS)]
+    held_SB = host._state.budgets(torch.device("cpu")).of(as_lengths(tuple(lengths)), "cpu")[0] != ALL
+    wanted_SB = torch.tensor([[one.count(length) != ALL for length in lengths] for one in program.segments])
+    assert [host._chooses(length) for length in lengths] == wanted_SB.any(0).tolist()
+    assert host.without_room(lengths) == (wanted_SB & ~held_SB).any(0).tolist()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
