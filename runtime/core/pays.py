@@ -55,24 +55,35 @@ EVERYWHERE = Thresholds((1,), (0,))
 
 @dataclass(frozen=True, slots=True)
 class Pays:
-    """Where sparse attention is faster: prompts by rows of a chunk, decode by rows of a step."""
+    """Where sparse attention is faster: prompts by rows of a chunk, decode by requests of a step."""
 
     prefill: Thresholds = EVERYWHERE
     decode: Thresholds = EVERYWHERE
+    mixed: Thresholds | None = None  # decode in a step that is not captured, as beside prompts; None: as `decode`
+
+    def decode_at(self, requests: int, captured: bool) -> int | None:
+        """See `Thresholds.at`."""
+        return (self.decode if captured or self.mixed is None else self.mixed).at(requests)
 
     def __str__(self) -> str:
-        """As `parse` reads it, such as `prefill=18kx512,8kx4k decode=40kx1,11kx4`."""
-        return f"prefill={self.prefill} decode={self.decode}"
+        """As `parse` reads it, such as `prefill=18kx512,8kx4k decode=40kx1,11kx4 mixed=64kx4`."""
+        mixed = "" if self.mixed is None else f" mixed={self.mixed}"
+        return f"prefill={self.prefill} decode={self.decode}{mixed}"
 
     @property
     def told(self) -> str:
         """The rule in words."""
         prefill = self.prefill.said(lambda rows, tokens: f"{_about(tokens)} in chunks of {rows} rows or more", ", ")
-        decode = self.decode.said(lambda rows, tokens: f"{_about(tokens)} x {rows}", ", ")
+        said = [("prefill", prefill), ("decode", _times(self.decode))]
+        if self.mixed not in (None, self.decode):
+            said.append(("decode beside prompts", _times(self.mixed)))
         return "; ".join(
-            f"sparse {phase} from {where}" if where else f"{phase} is dense at every length"
-            for phase, where in (("prefill", prefill), ("decode", decode))
+            f"sparse {phase} from {where}" if where else f"{phase} is dense at every length" for phase, where in said
         )
+
+
+def _times(thresholds: Thresholds) -> str:
+    return thresholds.said(lambda rows, tokens: f"{_about(tokens)} x {rows}", ", ")
 
 
 def _about(tokens: int) -> str:
@@ -82,7 +93,7 @@ def _about(tokens: int) -> str:
 ALWAYS = Pays()
 NEVER = Pays(Thresholds(), Thresholds())
 
-_RULE = re.compile(r"prefill=(\S+) decode=(\S+)")
+_RULE = re.compile(r"prefill=(\S+) decode=(\S+)(?: mixed=(\S+))?")
 
 
 def parse(text: str) -> Pays:
@@ -93,7 +104,7 @@ def parse(text: str) -> Pays:
         match = _RULE.fullmatch(text)
         if match is None:
             raise ValueError
-        return Pays(*map(_thresholds, match.groups()))
+        return Pays(*(_thresholds(phase) for phase in match.groups() if phase is not None))
     except (ValueError, UsageError):
         raise UsageError(
             "expected always, never, or thresholds such as 'prefill=18kx512,8kx4k decode=40kx1,11kx4' (context x "

@@ -28,6 +28,7 @@ from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
 
 import torch
 from filelock import FileLock, Timeout
@@ -165,6 +166,8 @@ class Place:
 class TimedLayers(ABC):
     """The layers of a program in one place; a host launches them beside its dense attention."""
 
+    mixes: ClassVar[bool] = False  # whether decode rows also run beside prompts, where no step is captured
+
     program: Program
     place: Place
     timers: Timers
@@ -177,6 +180,10 @@ class TimedLayers(ABC):
     @abstractmethod
     def decode_gain(self, rows: int, length: int) -> float:
         """Dense time over sparse time of the layers of a decode step."""
+
+    def mixed_gain(self, rows: int, length: int) -> float:
+        """The same of a step that is not captured."""
+        return self.decode_gain(rows, length)
 
     def agreed(self, measured: float) -> float:
         """The first rank's, on all ranks: they bisect alike."""
@@ -194,7 +201,7 @@ class TimedLayers(ABC):
             return seconds_left
 
         layer, (rows, lengths) = self._typical, self._prefill_sizes
-        prefill = decode = Thresholds()
+        prefill, decode, mixed = Thresholds(), Thresholds(), None
         if layer is not None and not self.place.computed:  # random keys would be computed at another share than prompts
             prefill = self.program.hint.prefill
         elif layer is not None:
@@ -203,7 +210,9 @@ class TimedLayers(ABC):
         if self.program.sparse:
             rows, lengths = self._decode_sizes
             decode = measure(rows, lengths, self.decode_gain, margin=_MARGIN, until=partial(left, 1.0))
-        return Pays(prefill, decode), reached
+            if self.mixes:
+                mixed = measure(rows, lengths, self.mixed_gain, margin=_MARGIN, until=partial(left, 1.0))
+        return Pays(prefill, decode, mixed), reached
 
     def compile(self) -> None:
         """Runs every size at a short, a middle and the longest context."""

@@ -353,14 +353,16 @@ class SparseBuilder(_Builder):
             for first, end, length, is_prompt in zip(starts, starts[1:], lengths[:requests], unfinished, strict=False)
             if not is_prompt
         ]
-        least, alone, verifies = host.pays.decode.at(requests), requests == len(lengths), host.queries > 1
+        alone, verifies = requests == len(lengths), host.queries > 1
         rows = starts[requests] if verifies else requests
+        captured = alone and rows <= self._graph_rows
+        least = host.pays.decode_at(requests, captured)
         chooses = decode.chooses([of_rows.stop - 1 for of_rows in seen], least)
         if self._counts:
             decode.count(seen, host.counters, least)
             host.decodes_dense = not chooses
-        captured = alone and rows <= self._graph_rows and bool(host.pays.decode.rows) and not host.dense_graphs
-        if not rows or not (chooses or captured):
+        idle = captured and bool(host.pays.decode.rows) and not host.dense_graphs
+        if not rows or not (chooses or idle):
             return None
         part_of = None if alone else partial(self._part_of, common, 0, requests)
         starts_X = common.query_start_loc[: requests + 1] if verifies else None

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -50,6 +50,8 @@ class Pages:
 @dataclass(frozen=True, slots=True)
 class EngineLayers(TimedLayers):
     """The layers of an engine beside vLLM's kernel, which takes queries in e4m3 beside a cache in 8 bits."""
+
+    mixes: ClassVar[bool] = True
 
     host: EngineHost
     device: torch.device
@@ -133,6 +135,17 @@ class EngineLayers(TimedLayers):
         dense, sparse = self._step_us(rows, length, 0)
         return (dense + cost) / sparse
 
+    def mixed_gain(self, rows: int, length: int) -> float:
+        """Beside prompts the engine's kernel takes the decode rows along, while the program launches ours for each
+        layer."""
+        return self._agreed(self._mixed_gain, rows, length)
+
+    def _mixed_gain(self, rows: int, length: int) -> float:
+        dense, *sparse = self._launches(rows, length, 0)
+        times = *self.timers.replayed([dense], self.device), *self.timers.launched(sparse, self.device)
+        whole, ours = self.step_us(times)
+        return whole / ours
+
     def _agreed(self, gain: Callable[..., float], *args: Any) -> float:
         """What the first rank measured, where others wait for it; nan where the memory of one does not suffice."""
         try:
@@ -152,7 +165,13 @@ class EngineLayers(TimedLayers):
         return tensors
 
     def _step_us(self, rows: int, length: int, least: int | None) -> tuple[float, float]:
-        """Microseconds of all layers of a step, dense and by the plan; `least` as in `DecodeHost.begin`."""
+        """Microseconds of all layers of a captured step, dense and by the plan; see `_launches`."""
+        times = self.step_us(self.timers.replayed(self._launches(rows, length, least), self.device))
+        whole, ours = map(self.agreed, times)  # what follows from them is the same on all ranks, which wait in steps
+        return whole, ours
+
+    def _launches(self, rows: int, length: int, least: int | None) -> list[Launch]:
+        """A dense layer of a decode step, and one of each kind by the plan; `least` as in `DecodeHost.begin`."""
         assert self.host.decode is not None
         kinds, scale = [layer for layer, _ in self.kinds], self.size**-0.5
         layer = kinds[0]
@@ -177,10 +196,7 @@ class EngineLayers(TimedLayers):
 
             return launch
 
-        dense = self.dense(q_RHD, pages, [length] * rows, out_RHD)
-        times = self.step_us(self.timers.replayed([dense, *map(sparse, kinds)], self.device))
-        whole, ours = map(self.agreed, times)  # what follows from them is the same on all ranks, which wait in steps
-        return whole, ours
+        return [self.dense(q_RHD, pages, [length] * rows, out_RHD), *map(sparse, kinds)]
 
     def dense(self, q_THD: torch.Tensor, pages: Pages, lengths: Sequence[int], out_THD: torch.Tensor) -> Launch:
         scales, scale = self.scales, self.size**-0.5

@@ -70,6 +70,9 @@ def test_rows_decode_sparse_from_the_context_of_so_many_rows(engine: Any, host: 
     both = serving_stats(engine).since(alone)
     assert 0 < both.decode_sparse <= NEW - 1
     assert both.decode_dense >= NEW - 1
+    host.pays = Pays(mixed=Thresholds())  # no step is captured here
+    generate(engine, [prompts[2000]])
+    assert serving_stats(engine).since(alone).since(both).decode_sparse == 0
 
 
 def test_rows_that_choose_beside_rows_that_may_not_are_answered_alike(
@@ -118,7 +121,7 @@ def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(
             launch()
         assert host.counters.read() == before
         seen.append(1.0)
-        return [2.0, 1.0]
+        return [2.0, *[1.0] * (len(launches) - 1)]
 
     def replayed(launches: Any, device: torch.device) -> list[float]:
         for launch in launches:
@@ -196,6 +199,24 @@ def test_decode_kernels_are_captured_where_they_save_more_than_they_cost_idle(
     assert layers.decode_gain(1, 2048) == pytest.approx(gain)
     told = {tuple(of) for of in lengths}
     assert told == {(0,)} | ({(2048,)} if gain else set()) | (set() if holds_dense else {(128,), (3072,)})
+
+
+def test_decode_beside_prompts_is_priced_by_what_the_program_launches(host: Any) -> None:
+    def replayed(launches: Any, device: torch.device) -> list[float]:
+        return [1.0] * len(launches)
+
+    def launched(launches: Any, device: torch.device) -> list[float]:
+        for launch in launches:  # filter layers first
+            launch()
+        return [4.0] * len(launches)
+
+    layers = EngineLayers(
+        host.program, Place("sha256:", 3072, BUDGET, 4, {}), Timers(launched, replayed), host, CPU, 64
+    )
+    every, sparse = len(layers.program.attending), sum(count for _, count in layers.kinds)
+    assert layers.mixed_gain(1, 2048) == pytest.approx(every / (every + 3.0 * sparse))
+    rule, _ = layers.rule(60.0)
+    assert rule.mixed == Thresholds()
 
 
 def test_a_rank_without_memory_answers_the_others(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,9 +84,9 @@ def test_a_step_between_two_sizes_has_the_longer_context():
     assert not rule.pays(600, 17999)
 
 
-@given(SMALL, SMALL)
-def test_a_rule_is_read_as_it_was_written(prefill, decode):
-    rule = Pays(thresholds(prefill), thresholds(decode))
+@given(SMALL, SMALL, st.none() | SMALL)
+def test_a_rule_is_read_as_it_was_written(prefill, decode, mixed):
+    rule = Pays(thresholds(prefill), thresholds(decode), None if mixed is None else thresholds(mixed))
     assert parse(str(rule)) == rule
 
 
@@ -97,6 +97,18 @@ def test_a_rule_is_read_as_it_was_written(prefill, decode):
 def test_a_rule_of_another_form_is_refused(text):
     with pytest.raises(UsageError, match="expected always, never, or thresholds"):
         parse(text)
+
+
+def test_decode_beside_prompts_has_thresholds_of_its_own():
+    rule = parse("prefill=never decode=16kx1,8kx4 mixed=64kx4")
+    assert [rule.decode_at(rows, captured) for rows in (1, 4) for captured in (True, False)] == [
+        16384,
+        None,
+        8192,
+        65536,
+    ]
+    assert rule.told.endswith("from 16k tokens x 1, 8k tokens x 4; sparse decode beside prompts from 64k tokens x 4")
+    assert ALWAYS.decode_at(1, captured=False) == 0
 
 
 def test_always_and_never_are_words():
