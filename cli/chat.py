@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache
 
 from sparsekv.cli.output import placed, tell
 from sparsekv.planner.progress import BarProgress, Progress, StageStep
-from sparsekv.plans.brief import percent
+from sparsekv.plans.brief import brief, percent
 from sparsekv.plans.phases import bucket_of, first_sparse
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_LENGTH, KVDtype, format_bytes
@@ -120,10 +120,12 @@ class Session:
     sampling: Sampling = field(default_factory=Sampling)
 
     def applied(self, say: bool = False) -> AbstractContextManager[Handle | None]:
-        """The plan at work; it may `say` where that was measured to be faster."""
+        """The plan at work; it may `say` where that was measured to be faster. There is no handle where transformers
+        runs what the plan sets."""
         if self.plan is None:
             return nullcontext()
-        measures = self.sparse == "auto" and self.loaded.model.device.type != "cpu"
+        shares = self.plan.index_sharing is not None
+        measures = self.sparse == "auto" and self.loaded.model.device.type != "cpu" and not shares
         with BarProgress().stage("where sparse is faster") if measures else nullcontext():
             handle = apply(
                 self.loaded.model,
@@ -141,7 +143,7 @@ class Session:
             )
         if say and measures:
             tell(handle.pays.told)
-        return handle
+        return _without_handle(handle) if shares else handle
 
     def tokens(self, prompt: Sequence[int]) -> int:
         return len(prompt) + min(self.max_new_tokens, room_for_answer(self.loaded.info.context_length, len(prompt)))
@@ -185,9 +187,12 @@ class Session:
         return answers[0], answers[1]
 
     def why_dense(self, answer: Answer) -> str:
-        """Returns why nothing of an answer by the plan was sparse, or that layers dropped tokens; else empty."""
+        """Returns why nothing of an answer by the plan was sparse, or that layers shared choices or dropped tokens;
+        else empty."""
         if self.plan is None or self.exact or not (self.prefill or self.decode):
             return ""
+        if self.plan.reuses:
+            return next(brief(self.plan))
         if self.decode and self.plan.evicting:
             prompt, layers = answer.generation.prompt_tokens, self.plan.model.layers
             count = sum(rule.kept_tokens(prompt) < prompt for rule in self.plan.evicting.values())
@@ -326,6 +331,12 @@ class Conversation:
         if self.session.has_turns:
             return encode_chat(tokenizer, messages)
         return self.token_ids + tuple(tokenizer(f"\n{text}", add_special_tokens=False, verbose=False)["input_ids"])
+
+
+@contextmanager
+def _without_handle(handle: Handle) -> Iterator[None]:
+    with handle:
+        yield
 
 
 @contextmanager

@@ -90,7 +90,10 @@ def export(
         str, typer.Argument(metavar="PLAN", help="A plan, or its folder; for onnx the model.", show_default=False)
     ],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"{', '.join(_FORMATS)}.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="PATH", help="Where it goes: a new file, or folder.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="PATH", help="A new file, or folder for onnx; printed by default."),
+    ] = None,
     plan: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE", help="For onnx, where it is not beside the model.")
     ] = None,
@@ -100,20 +103,25 @@ def export(
     that cannot hold."""
     if to not in _FORMATS:
         raise UsageError(f"expected a format of {', '.join(_FORMATS)}, found {to!r}{did_you_mean(to, _FORMATS)}")
-    if out.exists():
+    if out is not None and out.exists():
         raise UsageError(f"expected nothing yet at {out}, found something; choose another name, or remove it first")
     if to == _ONNX:
+        if out is None:
+            raise UsageError("expected -o FOLDER for onnx, found none: name a new folder")
         _export_model(place, plan, out, as_json)
         return
     if plan is not None:
         raise UsageError(f"expected the plan alone for {to}, found --plan, which is for onnx; leave it out")
-    check_writable(out)
+    if out is not None:
+        check_writable(out)
     written = WRITERS[to](load_plan(plan_file(Path(place))))
-    write_bytes(out, written.data)
+    if out is not None:
+        write_bytes(out, written.data)
     if as_json:
-        emit_json({"path": str(out), "format": to, "lost": list(written.lost)})
+        facts = {"text": written.data.decode()} if out is None else {"path": str(out)}
+        emit_json(facts | {"format": to, "lost": list(written.lost)})
         return
-    emit(f"{out}: written for {to}")
+    emit(written.data.decode().rstrip("\n") if out is None else f"{out}: written for {to}")
     for line in written.lost:
         tell(f"lost: {line}")
 
@@ -245,6 +253,7 @@ commands.add(
     app,
     export,
     "sparsekv export plan.yaml --to minference -o best_pattern.json",
+    "sparsekv export plan.yaml --to index-topk",
     "sparsekv export ./my-model --to onnx -o my-model-onnx",
 )
 commands.add(

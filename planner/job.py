@@ -19,7 +19,7 @@ from sparsekv.planner.evaluation.batches import batches, prompt_step
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.evaluation.predictions import answered, prefill
 from sparsekv.planner.filter_layers import check_filters
-from sparsekv.planner.options import PlanOptions, Settled, set_aside, settle
+from sparsekv.planner.options import DecodeSearch, PlanOptions, Search, Settled, set_aside, settle
 from sparsekv.planner.prices import HeadShape
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, held_out
 from sparsekv.planner.profile.profile_data import Profile, check_model, for_profile
@@ -28,7 +28,7 @@ from sparsekv.planner.tasks import HARD_TASKS, QUOTE_TASKS, RETRIEVAL_TASKS, TAS
 from sparsekv.planner.verify_cells import tasks_tested
 from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
-from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.model import INDEXED, ModelInfo
 from sparsekv.runtime.hf.dequantise import is_dequantised
 from sparsekv.runtime.hf.describe import takes_one_piece
 from sparsekv.runtime.hf.load import LoadedModel, load_config
@@ -87,6 +87,7 @@ def job_of(
     profile: Profile | None = None,
     progress: Progress | None = None,
 ) -> Job:
+    _check_sharing(loaded.info, options)
     if profile is not None:
         check_model(profile, loaded.info)
     else:
@@ -125,6 +126,7 @@ def job_of_profile(name: str, options: PlanOptions, profile: Profile) -> Job:
 
 def check_plannable(model: ModelInfo, options: PlanOptions, device_type: str, profile: Profile | None) -> None:
     """Refuses a model as `job_of` does, by its description alone, before its weights are read."""
+    _check_sharing(model, options)
     if profile is not None:
         check_model(profile, model, weights=False)
     asked, own = for_profile(options, profile) if profile else (options, None)
@@ -134,6 +136,17 @@ def check_plannable(model: ModelInfo, options: PlanOptions, device_type: str, pr
 def head_shape(model: ModelInfo) -> HeadShape:
     group = model.group_of(model.full_layers[0])
     return HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim)
+
+
+def _check_sharing(model: ModelInfo, options: PlanOptions) -> None:
+    """Refuses options that say what heads, layers and caches of a model without indexers do."""
+    names = {*Search.model_fields, *DecodeSearch.model_fields, "target_density", "phases", "kv_dtype"}
+    given = [options.flag_of(name) for name in sorted(names) if options.is_given(name)]
+    if model.model_type in INDEXED and given:
+        raise UsageError(
+            f"expected index sharing alone to be planned for {model.model_type!r}, found "
+            f"{', '.join(given)}; leave it out"
+        )
 
 
 def _check_gradients(loaded: LoadedModel, options: PlanOptions) -> None:

@@ -7,8 +7,9 @@ it missed. A length that missed in all three goes dense, so that a plan always c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.decode_search import measure_trials, tries_decode
-from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.eviction_search import search_eviction
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.fixed_test import RUNGS, level_of_run
@@ -32,8 +32,10 @@ from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress, Stages
 from sparsekv.planner.records import digest_of, versions, write_measured
 from sparsekv.planner.refine import refine, refines
+from sparsekv.planner.sharing_search import SharingSearch
 from sparsekv.planner.verify import VerifyRun, loaded_from, verify
-from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.model import INDEXED, ModelInfo
 from sparsekv.plans.phases import Eviction
 from sparsekv.plans.schema import NOTHING_SPARSE, Plan, Prediction, Provenance, Target
 from sparsekv.plans.types import and_listed, format_length
@@ -90,13 +92,18 @@ def compile_plan(
         UsageError, PromptError, BackendError: prompts do not fit, or the profile does not reach the targets.
     """
     stages = Stages(progress, _stages(job))
+    if job.model.model_type in INDEXED:
+        if profile_out is not None:
+            raise UsageError("expected no --profile-out for a model with indexers, found one; leave it out")
+        return _sharing(job, stages, outcomes)
     measured = job.profile or _profiled(job, stages, resume)
     if profile_out is not None:
         write_measured(job.given or measured, profile_out)
     cost = _prices(job, measured, stages)
     beside = () if cost.stands_in else _beside_others(job.subject.model.device)
     kv_cache, told = search_eviction(job, stages) if job.options.retain is not None else ((), ())
-    result = _verified(job, measured, cost, stages, kv_cache, outcomes)
+    compiled = partial(compile_once, job.model, measured=measured, cost=cost, progress=stages, kv_cache=kv_cache)
+    result = _verified(job, compiled, stages, outcomes)
     remarks = (
         *result.remarks,
         *told,
@@ -108,9 +115,18 @@ def compile_plan(
     return replace(result, plan=_with_device(result.plan, job, measured), remarks=remarks)
 
 
+def _sharing(job: Job, stages: Stages, outcomes: Path | None) -> PlanResult:
+    """The plan of a model with indexers, of which nothing is made faster but by fewer of them."""
+    with SharingSearch.on(job, stages) as search:
+        result = _verified(job, search.plan, stages, outcomes)
+    return replace(result, remarks=(*result.remarks, *denser_remarks(result.options), *job.remarks))
+
+
 def _stages(job: Job) -> tuple[str, ...]:
     """Those that will run, in order."""
     options, profiles = job.options, job.profile is None
+    if job.model.model_type in INDEXED:
+        return ("index sharing", "evaluate") if job.kit else ("index sharing",)
     runs = {
         "profile": profiles,
         "refine": profiles and refines(options),
@@ -175,12 +191,7 @@ def _beside_others(device: torch.device) -> tuple[str, ...]:
 
 
 def _verified(
-    job: Job,
-    measured: Profile,
-    cost: Prices,
-    stages: Progress,
-    kv_cache: tuple[Eviction, ...] = (),
-    outcomes: Path | None = None,
+    job: Job, compiled: Callable[[Settled], Plan], stages: Progress, outcomes: Path | None = None
 ) -> PlanResult:
     """The first plan that passes its test, or has nothing sparse; one plan, unverified, where nothing is verified.
 
@@ -188,7 +199,7 @@ def _verified(
     What layers keep was asked for in bytes and stays: only the phases that are planned are made denser.
     """
     used, levels = job.options, (*((1, level) for level in RUNGS), (2, level_of_run(2)))
-    plan = compile_once(job.model, used, measured, cost, stages, kv_cache)
+    plan = compiled(used)
     if job.kit is None:
         return PlanResult(plan, used)
     lost: dict[int, list[str]] = defaultdict(list)
@@ -209,10 +220,12 @@ def _verified(
         if stricter == used:
             break
         stages.say(f"the plan missed its test ({last.reasons[0]}); the next one is denser")
-        used, plan = stricter, compile_once(job.model, stricter, measured, cost, stages, kv_cache)
+        used, plan = stricter, compiled(stricter)
     if plan.is_dense:
         said = (NOTHING_SPARSE,)
-    plan = plan.model_copy(update={"provenance": _provenance(used, measured, cost, job.held_out)})
+    if job.held_out:
+        origin = plan.provenance.model_copy(update={"prompts": job.held_out.digest})
+        plan = plan.model_copy(update={"provenance": origin})
     return PlanResult(plan, used, attempts, (*said, *dense_remarks(used, lost)))
 
 
@@ -309,7 +322,7 @@ class PlanResult:
         return self.plan.cost.lengths if self.plan.cost else ()
 
 
-def _provenance(options: Settled, measured: Profile, cost: Prices, held_out: HeldOut | None = None) -> Provenance:
+def _provenance(options: Settled, measured: Profile, cost: Prices) -> Provenance:
     settings: dict[str, Any] = {
         "loss": options.loss,
         "target_density": list(options.target_density) or None,
@@ -324,7 +337,6 @@ def _provenance(options: Settled, measured: Profile, cost: Prices, held_out: Hel
         preset=measured.preset,
         seed=options.seed,
         calibration=measured.calibration,
-        prompts=held_out.digest if held_out else None,
         mix=mix_of(measured.tasks, measured.samples),
         profile=digest_of(measured),
         device_cost=digest_of(cost),

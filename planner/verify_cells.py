@@ -68,10 +68,10 @@ def content_seed(plan: Plan, run: int) -> int:
 
 def modes_of(plan: Plan, options: Settled, dtype: torch.dtype) -> dict[str, Mode]:
     """The plan; and the kernels with every tile and token computed, over keys and values as the plan has them, but in
-    float32, where their rounding is nothing."""
+    float32, where their rounding is nothing, and but for shared choices, which transformers' own kernels attend to."""
     how = (options.backend, options.kv_dtype)
     modes: dict[str, Mode] = {BOTH: PlanMode(plan, "both", *how)}
-    is_exact = dtype == torch.float32 and options.kv_dtype == "auto"
+    is_exact = plan.index_sharing is not None or (dtype == torch.float32 and options.kv_dtype == "auto")
     return modes if is_exact else modes | {WHOLE: PlanMode(_whole(plan), "both", *how)}
 
 

@@ -73,7 +73,7 @@ def length_rows(plan: Plan) -> list[tuple[str, ...]]:
     """The cells below `length_header`, a row a length. Dense lengths below the first sparse one share a row."""
     lengths = _lengths(plan)
     shares = {length: (prefill_share(plan, length), decode_share(plan, length)) for length in lengths}
-    sparse = [length for length in lengths if shares[length] != (PhaseShare(), PhaseShare())]
+    sparse = [length for length in lengths if plan.reuses or shares[length] != (PhaseShare(), PhaseShare())]
     dense = [length for length in lengths if not sparse or length < sparse[0]]
     rows = [(f"to {format_length(dense[-1])}", *_cells(shares[dense[-1]]), "")] if dense else []
     others = [length for length in lengths if length not in dense]
@@ -83,6 +83,7 @@ def length_rows(plan: Plan) -> list[tuple[str, ...]]:
 def _lengths(plan: Plan) -> list[int]:
     """Lengths at which a bucket ends or whose cost is known; the model's context for a sparse bucket beyond all."""
     lengths = {bucket.up_to for bucket in plan.buckets if bucket.up_to is not None}
+    lengths |= {*plan.index_sharing.lengths} if plan.index_sharing else set()
     lengths |= {entry.length for entry in plan.cost.lengths} if plan.cost else set()
     longest = max(lengths, default=0)
     phases: tuple[PrefillPlan | DecodePlan | None, ...] = (plan.prefill, plan.decode)
@@ -104,7 +105,12 @@ def _loss(plan: Plan, length: int) -> str:
 
 
 def brief(plan: Plan) -> Iterator[str]:
-    """Sentences below the table of lengths: the filter layers, the tokens that are evicted, the device of the gains."""
+    """Sentences below the table of lengths: the layers that choose, the tokens that are evicted, the device of the
+    gains."""
+    if plan.index_sharing and plan.reuses:
+        choosing, count = plan.index_sharing.choosing, len(plan.index_sharing.reused)
+        noun = "indexer of layer" if len(choosing) == 1 else "indexers of layers"
+        yield f"{count} of {plan.model.layers} layers attend to what the {noun} {and_listed(choosing)} chose last"
     if plan.decode and (filters := sorted(plan.decode.filter_layers)):
         readers, noun = len(plan.decode.sparse_layers), "layer" if len(filters) == 1 else "layers"
         verb = "chooses" if len(filters) == 1 else "choose"

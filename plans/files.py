@@ -206,7 +206,7 @@ def content_digest(data: Mapping[str, Any]) -> str:
 
 def executed_digest(plan: Plan) -> str:
     """Returns the digest of what a plan executes, whatever is known of it."""
-    executed = ("prefill", "decode", "kv_cache")
+    executed = ("prefill", "decode", "kv_cache", "index_sharing")
     return content_digest({name: data for name, data in to_data(plan).items() if name in executed})
 
 

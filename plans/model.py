@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from sparsekv.plans.phases import DecodePlan, Eviction, PrefillBucket, PrefillPlan, Segment
+from sparsekv.plans.phases import DecodePlan, Eviction, IndexSharing, PrefillBucket, PrefillPlan, Segment
 from sparsekv.plans.types import (
     Count,
     Digest,
@@ -169,6 +169,8 @@ class ModelInfo(Part):
 
 
 Shapes = dict[int, AttentionGroup]
+INDEXED = frozenset(("deepseek_v32", "glm_moe_dsa"))
+"""Model types with an indexer in every layer, of which a plan says which layers use it, and nothing else."""
 
 
 def architecture_fingerprint(shapes: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
@@ -247,6 +249,23 @@ def check_fit(
         _softmax_layers(decode.offload.layers, shapes, ("decode", "offload", "layers"))
         _own_keys(decode.offload.layers, model, "to go to host memory", ("decode", "offload", "layers"))
     _check_eviction(kv_cache, model, decode)
+
+
+def check_sharing(model: ModelInfo, sharing: IndexSharing | None, phases: Iterable[object]) -> None:
+    """Raises FieldError unless a model with indexers has `index_sharing` alone, of all its layers, and no other model
+    has it."""
+    if sharing is None and model.model_type in INDEXED and any(phases):
+        raise FieldError(f"expected index_sharing alone for {model.model_type}, found other phases", "model")
+    if sharing is None:
+        return
+    if model.model_type not in INDEXED:
+        known = " or ".join(sorted(INDEXED))
+        raise FieldError(f"expected a model of type {known}, found {model.model_type}", "index_sharing")
+    if any(phases):
+        raise FieldError("expected index_sharing alone, found other phases beside it", "index_sharing")
+    if len(sharing.pattern) != model.layers:
+        message = f"expected a letter for each of {model.layers} layers, found {len(sharing.pattern)}"
+        raise FieldError(message, "index_sharing", "pattern")
 
 
 def _check_prefill(bucket: PrefillBucket, shapes: Shapes, path: tuple[Where, ...]) -> None:

@@ -1,4 +1,5 @@
-"""The two phases of a plan, by context length: prefill patterns of query heads, decode segments of layers, cache rules.
+"""The two phases of a plan, by context length: prefill patterns of query heads, decode segments of layers, cache rules;
+and of a model with an indexer in every layer, which layers use theirs.
 
 A phase is a list of length buckets, ascending; the last is open-ended. In decode a layer in no segment attends to
 everything; the layers of a segment attend to the first `sink` tokens, to the last `recent` ones, and to those that its
@@ -34,6 +35,7 @@ from sparsekv.plans.types import (
     Natural,
     Part,
     Positive,
+    Text,
     format_ids,
     in_order,
 )
@@ -465,3 +467,31 @@ class Eviction(Part):
     def cached_tokens(self, prompt: int) -> int:
         """Tokens that a layer has room for behind a prompt of that length, generated ones included."""
         return self.kept_tokens(prompt) + (self.generated or 0)
+
+
+def _ascending(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted({*lengths}))
+
+
+def _letters(pattern: str) -> str:
+    if pattern.strip("FS") or not pattern.startswith("F"):
+        raise ValueError(f"expected a letter a layer, F or S and first an F, found {pattern!r:.40}")
+    return pattern
+
+
+class IndexSharing(Part):
+    """Layers of a model with an indexer in each, a letter a layer: F chooses tokens by its own indexer, S attends to
+    those that the last F before it chose (IndexCache, arXiv 2603.12201). `lengths` are those that it was measured at.
+    """
+
+    pattern: Annotated[Text, AfterValidator(_letters)]
+    lengths: Annotated[tuple[Length, ...], AfterValidator(_ascending)] = ()
+
+    @property
+    def choosing(self) -> tuple[int, ...]:
+        return tuple(layer for layer, letter in enumerate(self.pattern) if letter == "F")
+
+    @property
+    def reused(self) -> frozenset[int]:
+        """The layers that attend to the choice of an earlier one."""
+        return frozenset(range(len(self.pattern))).difference(self.choosing)

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from sparsekv.plans.errors import PlanMismatchError
-from sparsekv.plans.model import ModelInfo, check_fit, differences
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, Eviction, PrefillBucket, PrefillPlan
+from sparsekv.plans.model import ModelInfo, check_fit, check_sharing, differences
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, Eviction, IndexSharing, PrefillBucket, PrefillPlan
 from sparsekv.plans.quality import Quality, each_once
 from sparsekv.plans.types import (
     Count,
@@ -165,6 +165,7 @@ class Plan(Part):
     prefill: PrefillPlan | None = None
     decode: DecodePlan | None = None
     kv_cache: Annotated[tuple[Eviction, ...], Field(min_length=1)] | None = None
+    index_sharing: IndexSharing | None = None
     quality: Quality | None = None
     cost: Cost | None = None
     provenance: Provenance = Field(default_factory=Provenance)
@@ -174,6 +175,7 @@ class Plan(Part):
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
         check_fit(self.model, self.prefill, self.decode, self.kv_cache or ())
+        check_sharing(self.model, self.index_sharing, (self.prefill, self.decode, self.kv_cache))
         if self.status == "verified" and self.quality is None:
             raise FieldError("expected a measured quality in a verified plan, found none", "status")
         self._check_counts()
@@ -215,6 +217,8 @@ class Plan(Part):
     def planned_lengths(self) -> tuple[int, ...]:
         """Returns the context lengths that it was made for, ascending: at which sparse buckets end, or those of its
         cost where one bucket is for all; empty of a plan that names none, as imported ones do."""
+        if self.index_sharing:
+            return self.index_sharing.lengths
         ends = {bucket.up_to for bucket in self.buckets if bucket.up_to is not None and not bucket.dense}
         timed = {entry.length for entry in self.cost.lengths} if self.cost else set()
         return tuple(sorted(ends or timed))
@@ -226,17 +230,23 @@ class Plan(Part):
         inside = (max(end * 7 // 10, (low + end) // 2) for low, end in pairwise((0, *ends)))
         return tuple(chain.from_iterable(zip(inside, ends, strict=True)))
 
+    @property
+    def reuses(self) -> bool:
+        """True where layers attend to the choice of an earlier layer's indexer, at every length."""
+        return self.index_sharing is not None and bool(self.index_sharing.reused)
+
     def is_sparse_at(self, length: int, phase: PhaseName = "both") -> bool:
-        """True where a phase computes less than everything, or evicts tokens, at a context of that length."""
+        """True where a phase computes less than the model does, or evicts tokens, at a context of that length."""
         phases = {"prefill": self.prefill, "decode": self.decode}
         parts = [part for name, part in phases.items() if part and phase in (name, "both")]
         evicts = any(rule.kept_tokens(length) < length for rule in self.evicting.values())
-        return any(part.bucket(length).is_sparse_at(length) for part in parts) or (evicts and phase != "prefill")
+        sparse = any(part.bucket(length).is_sparse_at(length) for part in parts)
+        return sparse or self.reuses or (evicts and phase != "prefill")
 
     @property
     def is_dense(self) -> bool:
-        """Returns whether all layers attend to everything, at every length."""
-        return not self.evicting and all(bucket.dense for bucket in self.buckets)
+        """Returns whether all layers compute what the model does, at every length."""
+        return not self.evicting and not self.reuses and all(bucket.dense for bucket in self.buckets)
 
 
 SCHEMA_VERSION: int = Plan.model_fields["schema_version"].default

@@ -99,10 +99,9 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
     """The model and what its layers compute, one thing after the other: at the longest planned lengths in a few lines,
     or with `full` every head at every length, the measured quality and the predicted cost."""
     parts: list[RenderableType] = [_facts(plan, full)]
+    parts += [Text(f"\nindexers, F chooses and S reuses: {plan.index_sharing.pattern}")] if plan.index_sharing else []
     if full:
-        parts += _prefill(plan.prefill, plan.model) if plan.prefill else [Text("\nPrefill: dense at every length")]
-        over = "over what layers keep" if plan.evicting else "at every length"
-        parts += _decode(plan.decode, plan.model) if plan.decode else [Text(f"\nDecode: dense {over}")]
+        parts += () if plan.index_sharing else _phases(plan)
         parts += [_cache(plan.kv_cache)] if plan.kv_cache else []
         told = quality_sentence(plan.quality, plan.status) if plan.quality else "Quality: not measured"
         parts += [Text(f"\n{told}"), *(quality_tables(plan.quality) if plan.quality else ())]
@@ -114,6 +113,12 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
     if refused := unsupported(plan):
         parts.append(Text("\n  ".join(("\nThis version cannot run this plan:", *refused))))
     return parts
+
+
+def _phases(plan: Plan) -> Iterator[RenderableType]:
+    yield from _prefill(plan.prefill, plan.model) if plan.prefill else [Text("\nPrefill: dense at every length")]
+    over = "over what layers keep" if plan.evicting else "at every length"
+    yield from _decode(plan.decode, plan.model) if plan.decode else [Text(f"\nDecode: dense {over}")]
 
 
 def _longest_prefill(plan: Plan) -> Iterator[str]:

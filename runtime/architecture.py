@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.model import INDEXED
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,15 +242,28 @@ REFUSED = {  # families that are often asked for, and why not yet
     ),
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "qwen4_exp", "qwen4_exp_text"), _INDEXER),
     **dict.fromkeys(
-        ("axk2", "deepseek_v32", "deepseek_v4", "glm5_next", "glm5_next_text", "glm_moe_dsa", "mistral_large4"),
+        ("axk2", "deepseek_v4", "glm5_next", "glm5_next_text", "mistral_large4"),
         f"{_INDEXER}, over compressed keys and values (MLA)",
     ),
 }
 
 
+def record_of(model_type: str) -> Architecture:
+    """The record of a model that is described, loaded and run as it is: those with indexers too."""
+    if model_type in INDEXED:
+        return Architecture(model_type, experts=_MOE, shared="n_shared_experts")
+    return architecture_of(model_type)
+
+
 def architecture_of(model_type: str) -> Architecture:
+    """The record of a model whose attention is ours to compute."""
     if model_type in ARCHITECTURES:
         return ARCHITECTURES[model_type]
+    if model_type in INDEXED:
+        raise UnsupportedError(
+            f"expected attention that may be replaced, found {model_type!r}: {_INDEXER}, over compressed keys and "
+            "values (MLA); `sparsekv plan` finds which layers may share a choice, and `run` and `apply` set that"
+        )
     if model_type in REFUSED:
         raise UnsupportedError(
             f"expected one of the supported architectures, found {model_type!r}: {REFUSED[model_type]}; "

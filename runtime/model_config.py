@@ -21,7 +21,7 @@ from sparsekv.plans.model import (
     weights_fingerprint,
 )
 from sparsekv.plans.schema import DtypeName
-from sparsekv.runtime.architecture import MODALITIES, architecture_of, recurrence_of
+from sparsekv.runtime.architecture import MODALITIES, record_of, recurrence_of
 from sparsekv.runtime.settings import check_device
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def describe_config(config: PreTrainedConfig, source: str | None = None, revisio
     weights. See `describe_model`."""
     source = source or config.name_or_path
     config = decoder_config(config)
-    record = architecture_of(config.model_type)
+    record = record_of(config.model_type)
     if getattr(config, "use_bidirectional_attention", False) not in (None, False, "vision"):  # text is causal then
         raise UnsupportedError("expected causal attention, found use_bidirectional_attention; choose a decoder")
     model_type, rope = record.text_as or config.model_type, rope_of_text(config)
@@ -63,7 +63,7 @@ _SETTINGS = (
     *("attn_logit_softcapping", "clip_qkv", "final_logit_softcapping", "swiglu_alpha", "swiglu_limit"),
     *("layer_norm_eps", "norm_eps", "norm_epsilon", "rms_norm_eps"),
     *("moe_k", "moe_norm_min", "moe_topk", "n_group", "norm_topk_prob", "num_experts_per_tok", "top_k_experts"),
-    *("topk_group", "layer_rope_theta", "no_rope_layers", "position_embedding_type", "time_step_limit"),
+    *("index_topk", "topk_group", "layer_rope_theta", "no_rope_layers", "position_embedding_type", "time_step_limit"),
 )
 
 
@@ -88,7 +88,7 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def rope_of_text(config: PreTrainedConfig) -> dict[str, Any]:
     """The rotary parameters that matter to text, whose tokens have the same position on all axes."""
     rope = _plain(getattr(config, "rope_parameters", None) or {})
-    axes = _AXES if architecture_of(config.model_type).text_as else ()
+    axes = _AXES if record_of(config.model_type).text_as else ()
     return {name: value for name, value in rope.items() if name not in axes}
 
 
@@ -109,12 +109,13 @@ def attention_groups(config: PreTrainedConfig) -> tuple[AttentionGroup, ...]:
 def _softmax_group(config: PreTrainedConfig, layer: int) -> AttentionGroup:
     """Returns the group of a layer, its number left out: equal layers have equal groups."""
     of_layer, window, heads = config_of_layer(config, layer), _window(config, layer), config.num_attention_heads
+    sizes = (getattr(of_layer, name, None) for name in ("qk_head_dim", "head_dim"))  # the first is of MLA
     return AttentionGroup(
         layers=(0,),
         kind="full" if window is None else "sliding",
         heads=heads,
         kv_heads=getattr(of_layer, "num_key_value_heads", None) or heads,
-        head_dim=getattr(of_layer, "head_dim", None) or config.hidden_size // heads,
+        head_dim=next(filter(None, sizes), config.hidden_size // heads),
         window=window,
         keys_of=_keys_of(config, layer),
     )

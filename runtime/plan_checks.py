@@ -31,6 +31,7 @@ class Host:
     windows: bool = True  # layers with a sliding window may prefill sparse
     evicts: bool = True
     mixed_caches: bool = True  # they may beside layers whose caches have another shape
+    indexers: bool = True  # a model's own, which a plan has some layers share
     drafts: bool = False  # decode drafts only, and the output is that of dense attention (exact output)
     is_engine: bool = False  # methods from outside run where they say so
     ranks: int = 1  # of tensor parallelism: each has some heads of every layer
@@ -74,6 +75,8 @@ def _beyond(plan: Plan, model: ModelInfo, host: Host) -> Iterator[str]:
         f"layers {evicting} that evict tokens beside caches of another shape: plan without `kv_cache`": plan.evicting
         and (len(shapes) > 1 or linear)
         and not host.mixed_caches,
+        f"index_sharing, a setting of the model that {host.name} has itself: give it the line that `sparsekv export "
+        "--to index-topk` prints, and no plan": plan.index_sharing and not host.indexers,
         "exact output by a plan whose decode is dense, which drafts nothing: plan decode with a larger --loss and "
         "--no-verify, as drafts are checked": host.drafts and not segments,
         f"exact output where layers {evicting} evict tokens: plan without `kv_cache`": host.drafts and plan.evicting,

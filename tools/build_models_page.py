@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sparsekv.plans.model import INDEXED
 from sparsekv.runtime.architecture import ARCHITECTURES, MODALITIES, REFUSED, Architecture
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,6 +88,7 @@ MULTIMODAL = {  # the name that people know, and the decoders inside
     "qwen3_5_moe": ("Qwen3.5-MoE", ("qwen3_5_moe_text",)),
     "qwen3_vl": ("Qwen3-VL", ("qwen3_vl_text",)),
 }
+INDEXERS = {"deepseek_v32": "DeepSeek-V3.2", "glm_moe_dsa": "GLM-5"}
 REAL = {  # real weights, and where that is written
     "llama": "[SmolLM2-135M](results/quality.md), `tiny-retriever`",
     "qwen2": "[Qwen2.5-Coder-0.5B](results/planning.md)",
@@ -129,12 +131,17 @@ def _tables() -> Iterator[str]:
 
     if alone := ARCHITECTURES.keys() ^ FAMILIES.keys():
         raise ValueError(f"expected a row of FAMILIES for each record, found {', '.join(alone)} in one of them alone")
+    assert INDEXERS.keys() == INDEXED
     yield "| family | model type | special | transformers | GPU | vLLM | real weights | speed of its shape |\n"
     yield "|---|---|---|---|---|---|---|---|\n"
     yield from (f"| {' | '.join(_row(kind, matrix))} |\n" for kind in FAMILIES)
     yield "\nMultimodal checkpoints, of which the decoder inside runs by a plan:\n\n"
     yield "| checkpoint | model type | decoder | transformers | vLLM, text alone |\n|---|---|---|---|---|\n"
     yield from (f"| {' | '.join(_multimodal_row(kind))} |\n" for kind in MODALITIES)
+    yield "\nWith an indexer in every layer, of which [layers share choices](plan-file.md#index-sharing) by a plan:\n\n"
+    yield "| family | model type | transformers | engines | real weights |\n|---|---|---|---|---|\n"
+    ours, others = "tested", "by the exported line, not run"
+    yield from (f"| {name} | `{kind}` | {ours} | {others} | none planned |\n" for kind, name in INDEXERS.items())
     yield "\nRefused, each by name and with the reason:\n\n| model type | why |\n|---|---|\n"
     for why in dict.fromkeys(REFUSED.values()):
         kinds = [f"`{kind}`" for kind, found in REFUSED.items() if found == why]

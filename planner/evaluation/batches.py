@@ -19,7 +19,7 @@ from sparsekv.planner.tasks import Kit, Sample
 from sparsekv.planner.tasks.text import Ids
 from sparsekv.plans.model import kv_bytes
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.architecture import architecture_of, recurrence_of
+from sparsekv.runtime.architecture import record_of, recurrence_of
 from sparsekv.runtime.hf.describe import config_of, takes_one_piece
 from sparsekv.runtime.model_config import attention_groups
 
@@ -177,6 +177,6 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     # Two hidden states, queries, the output of attention; then the MLP: what is gated, its gate, their product.
     widest_head = max(group.head_dim for group in groups if group.kind != "linear")
     held = 2 * config.hidden_size + 2 * config.num_attention_heads * widest_head
-    widest: int = held + 3 * architecture_of(config.model_type).width_of(config)
+    widest: int = held + 3 * record_of(config.model_type).width_of(config)
     recurrent = recurrence_of(config).token_bytes if any(group.kind == "linear" for group in groups) else 0
     return cached + max(cached, widest * model.dtype.itemsize, recurrent)

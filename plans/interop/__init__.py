@@ -41,6 +41,7 @@ WRITERS: MappingProxyType[str, Callable[[Plan], Exported]] = MappingProxyType(
         "minference": minference.write,
         "sparseengine": filter_lists.write_list,
         "indexcache": filter_lists.write_letters,
+        "index-topk": filter_lists.write_topk,
         "modelopt": modelopt.write,
     }
 )

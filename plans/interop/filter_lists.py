@@ -1,15 +1,17 @@
 """Reads and writes which layers choose tokens for the others, as other tools write it: OmniKV's and SparseEngine's
-lists, IndexCache's letters, Kascade's maps of heads. All are decode phases."""
+lists, IndexCache's letters, Kascade's maps of heads. All are decode phases, but for letters of a model's own indexers.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsekv.plans.errors import PlanError, PlanMismatchError
 from sparsekv.plans.interop.source import Exported, Format, Imported, Source, as_json, layers_of, whole
-from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.model import INDEXED, ModelInfo
 from sparsekv.plans.phases import CHOSEN_SHARE, RECENT, SINK, DecodeBucket, DecodeBudget, DecodePlan, Segment, followers
 from sparsekv.plans.schema import Plan
 
@@ -104,6 +106,17 @@ def write_letters(plan: Plan) -> Exported:
     if letters.startswith("S"):
         raise PlanError("expected a plan whose first layer is dense, found a sparse one: these letters cannot say that")
     return Exported((letters + "\n").encode(), tuple(lost))
+
+
+def write_topk(plan: Plan) -> Exported:
+    """For `--hf-overrides` of vLLM, and what SGLang and transformers read of a config."""
+    if plan.index_sharing is None:
+        raise PlanError(
+            "expected a plan with index_sharing, found none: `sparsekv plan` makes one of a model with an indexer in "
+            f"every layer ({', '.join(sorted(INDEXED))}); the letters of filter layers are --to indexcache"
+        )
+    line = json.dumps({"index_topk_pattern": plan.index_sharing.pattern})
+    return Exported(f"{line}\n".encode(), tuple(Format(frozenset(("index_sharing",))).lost(plan)))
 
 
 def _letters(source: Source) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from types import TracebackType, UnionType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -17,17 +17,19 @@ from sparsekv.kernels.backends import BackendChoice, choose_backend, float8_obst
 from sparsekv.plans.errors import BackendError, UnsupportedError, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.phases import IndexSharing
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import KVDtype, format_ids
 from sparsekv.runtime.core.pays import Pays, parse
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.stats import Meter, RunStats
-from sparsekv.runtime.hf.attach import attach, check_attachable
+from sparsekv.runtime.hf.attach import attach, check_attachable, check_runnable
 from sparsekv.runtime.hf.batching import check_batching
 from sparsekv.runtime.hf.cache import Given, SparseLayer, attending, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import StepGraphs, can_capture
+from sparsekv.runtime.hf.index_sharing import share, sources_of
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import OffloadMode, layouts_of, warn_of_host_layers
@@ -278,6 +280,47 @@ class Handle:
         self.close()
 
 
+class SharingHandle(Handle):
+    """Layers that share the choices of their model's indexers, and nothing else: transformers runs the model."""
+
+    def __init__(self, model: PreTrainedModel, sharing: IndexSharing) -> None:
+        self._sharing = sharing
+        self._model: PreTrainedModel | None = model
+        self.resume()
+
+    def close(self) -> None:
+        self._undo()
+        self._model = None
+
+    def resume(self) -> None:
+        if self._model is None:
+            raise UsageError("expected a suspended handle, found one that was closed; call apply again")
+        self._undo = share(self._model, sources_of(self._sharing))
+
+    @property
+    def steps(self) -> None:
+        """No step is captured."""
+
+    def stats(self) -> RunStats:
+        """No counts: which tokens are attended to is the model's own."""
+        return RunStats(0, 0, 0, 0, 0, 0)
+
+    def reset_stats(self) -> None:
+        return None
+
+    def __enter__(self) -> Handle:
+        if self.closed:
+            raise UsageError("expected an open handle, found one that was closed; call apply again")
+        return self
+
+    @property
+    def _engine(self) -> Any:  # type: ignore[override]
+        raise UnsupportedError(
+            "expected a handle that runs the attention of its model, found one of index_sharing, which only has layers "
+            "share choices; use the model and a cache of transformers"
+        )
+
+
 def apply(
     model: PreTrainedModel,
     plan: Plan | str | os.PathLike[str],
@@ -329,10 +372,19 @@ def apply(
         PlanError, PlanMismatchError: the file holds no plan, or one of another model.
         UnsupportedError, BackendError: an architecture, field of the plan or backend that cannot run here.
     """
-    check_attachable(model)
+    check_runnable(model)
     warn_of_spinning(model.device)
     plan = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     check_type(Plan, "a Plan, or the path of one", plan=plan)
+    if plan.index_sharing is not None:
+        asked = {"prefill=False": not prefill, "decode=False": not decode, "exact": exact}
+        asked |= {"offload": offload not in (None, "auto"), "kv_host_layers": kv_host_layers is not None}
+        asked |= {"kv_dtype": kv_dtype != "auto", "sparse": sparse not in ("auto", "always")}
+        if given := [name for name, is_given in asked.items() if is_given]:
+            raise UsageError(f"expected index_sharing alone, found {', '.join(given)} beside it; leave it out")
+        check_plan(plan, info or describe_model(model), allow_mismatch, "allow_mismatch=True")
+        return SharingHandle(model, plan.index_sharing)
+    check_attachable(model)
     check_type(bool, "True or False", prefill=prefill, decode=decode, allow_mismatch=allow_mismatch)
     if not isinstance(exact, bool) and not (isinstance(exact, str) and exact == "decode"):
         raise UsageError(f'expected exact to be True, False or "decode", found {exact!r:.40}')

@@ -25,7 +25,7 @@ from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedCon
 
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.model import AttentionGroup
-from sparsekv.runtime.architecture import architecture_of
+from sparsekv.runtime.architecture import architecture_of, record_of
 from sparsekv.runtime.hf.attention import NAME, PACKED, Engine, Executor, Pass, Phase, check_layer, register
 from sparsekv.runtime.hf.batching import Batches
 from sparsekv.runtime.hf.cache import CacheProgress, begin_pass, fixed_rows_of, progress_of, sparse_cache
@@ -54,15 +54,22 @@ _ABSENT = object()
 
 
 def check_attachable(model: PreTrainedModel) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise UsageError(
-            f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}; give load_model(...).model"
-        )
+    check_runnable(model)
     architecture_of(decoder_config(model.config).model_type)
     if config_of(model)._attn_implementation in (NAME, PACKED):
         raise UsageError(
             "a plan is applied to this model already; close or suspend that handle before applying another"
         )
+    attention_modules(model)
+    check_shared_keys(model)
+
+
+def check_runnable(model: PreTrainedModel) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(
+            f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}; give load_model(...).model"
+        )
+    record_of(decoder_config(model.config).model_type)
     if model.training:
         raise UsageError("expected a model in evaluation mode, found training mode; call model.eval()")
     if (model.tp_size or 1) > 1:
@@ -70,8 +77,6 @@ def check_attachable(model: PreTrainedModel) -> None:
             f"expected a model on its own, found one split over {model.tp_size} tensor-parallel ranks; "
             f"load it without tp_plan"
         )
-    attention_modules(model)
-    check_shared_keys(model)
 
 
 def attach(model: PreTrainedModel, engine: Engine, chunking: Chunking | None = None) -> Callable[[], None]:

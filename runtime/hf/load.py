@@ -32,7 +32,7 @@ from transformers import (
 from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError, install_command
 from sparsekv.plans.model import ModelInfo
-from sparsekv.runtime.architecture import MODALITIES, architecture_of
+from sparsekv.runtime.architecture import MODALITIES, record_of
 from sparsekv.runtime.hf.dequantise import GGUFHeader, check_quantisation, dense_tensors, is_dequantised
 from sparsekv.runtime.hf.describe import describe_by_files, describe_model
 from sparsekv.runtime.hub import needs_cache, without_model
@@ -162,7 +162,7 @@ def _read_config(origin: ModelSource, options: dict[str, Any]) -> PreTrainedConf
         raise _unreadable(origin, "its config.json", TypeError(f"it holds a {type(data).__name__}, no object"))
     kind: str = data.get("model_type") or "none"
     if kind not in MODALITIES:
-        architecture_of(kind)
+        record_of(kind)
     config: PreTrainedConfig = _guarded(origin, "its config.json", AutoConfig.from_pretrained, options)
     if is_dequantised(quantisation := quantisation_of(config)):
         check_quantisation(quantisation)
@@ -176,7 +176,7 @@ def _read_config(origin: ModelSource, options: dict[str, Any]) -> PreTrainedConf
 def _of_decoder_alone(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config by which transformers loads a multimodal checkpoint's decoder. The whole's says where the head is."""
     text = decoder_config(config)
-    record = architecture_of(text.model_type)
+    record = record_of(text.model_type)
     if record.text_as:
         data = text.to_dict() | {"rope_parameters": rope_of_text(text), "model_type": record.text_as}
         text = AutoConfig.for_model(**data)
@@ -190,7 +190,7 @@ def _of_decoder_alone(config: PreTrainedConfig) -> PreTrainedConfig:
 def _read_gguf_config(origin: ModelSource, options: dict[str, Any]) -> PreTrainedConfig:
     header = GGUFHeader.read(Path(origin.path_or_id))
     data, _ = _guarded(origin, "its metadata", PreTrainedConfig.get_config_dict, options)
-    architecture_of(data["model_type"])
+    record_of(data["model_type"])
     config: PreTrainedConfig = AutoConfig.for_model(**data)  # reading the file once more takes seconds
     _check_config(config, f"in the metadata of {origin.path_or_id}")
     header.check_rope(config)

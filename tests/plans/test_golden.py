@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from plans_samples import full_plan
+from plans_samples import full_plan, sharing_plan
 from pydantic import BaseModel
 
 from sparsekv.plans.brief import sentence
@@ -17,12 +17,13 @@ from sparsekv.plans.schema import Plan
 GOLDEN = Path(__file__).parent / "golden" / "v1.yaml"
 
 
-def test_the_writer_still_writes_the_golden_bytes() -> None:
-    assert dump_plan(full_plan()) == GOLDEN.read_text()
+SHARING = GOLDEN.with_name("v1_index_sharing.yaml")
 
 
-def test_the_reader_still_reads_the_golden_file() -> None:
-    assert load_plan(GOLDEN) == with_digest(full_plan())
+@pytest.mark.parametrize(("golden", "plan"), [(GOLDEN, full_plan()), (SHARING, sharing_plan())])
+def test_the_golden_bytes_are_still_written_and_read(golden: Path, plan: Plan) -> None:
+    assert dump_plan(plan) == golden.read_text()
+    assert load_plan(golden) == with_digest(plan)
 
 
 def test_a_plan_of_the_test_before_keeps_its_status_and_cut() -> None:
@@ -56,6 +57,7 @@ def _parts(value: object) -> Iterator[BaseModel]:
 def test_the_golden_file_uses_every_field() -> None:
     used: dict[type, set[str]] = {}
     _unused(with_digest(full_plan()), used)
+    _unused(sharing_plan(), used)
     assert Plan in used
     assert len(used) >= 25
     for part, names in used.items():

@@ -12,6 +12,7 @@ from sparsekv.plans.phases import (
     DecodePlan,
     Eviction,
     HeadGroup,
+    IndexSharing,
     Offload,
     PrefillBucket,
     PrefillPlan,
@@ -104,8 +105,14 @@ def counts(heads: int, tiles: float, columns: float = 0.0) -> tuple[LayerCounts,
     return tuple(LayerCounts(layer=n, tiles=(tiles,) * heads, columns=(columns,) * heads) for n in range(12))
 
 
+def sharing_plan() -> Plan:
+    """A plan of a model with indexers."""
+    sharing = IndexSharing(pattern="FSSFFSSS", lengths=(32768, 8192))
+    return Plan(status="unverified", model=model_info(8, 4, 4, model_type="glm_moe_dsa"), index_sharing=sharing)
+
+
 def full_plan() -> Plan:
-    """A plan that uses every field of schema version 1."""
+    """A plan that uses every field of schema version 1, but that of models with indexers."""
     return Plan(
         status="verified",
         model=_mixed_model(),

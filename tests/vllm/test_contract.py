@@ -1,15 +1,21 @@
 """The installed release has what the contract names (tests/tools/test_vllm_contract.py has other releases)."""
 
+import ast
 import inspect
+import json
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 import vllm_contract as contract
+from plans_samples import sharing_plan
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 import sparsekv.runtime.vllm.internals as internals
+from sparsekv.plans.interop import WRITERS
 from sparsekv.runtime.vllm.attention_backend import SparseBuilder, SparseImpl
 from sparsekv.runtime.vllm.settings import TESTED
 
@@ -46,6 +52,23 @@ def test_parameters_are_those_that_python_sees(call: str) -> None:
     kind, _, name = rest.partition(".")
     method = inspect.unwrap(getattr(getattr(import_module(module), kind), name))
     assert tuple(inspect.signature(method).parameters)[1:] == contract.installed().parameters(call)
+
+
+@pytest.mark.parametrize(
+    ("file", "prefix"), [("models/deepseek_v32/attention.py", ""), ("model_executor/models/deepseek_v2.py", "_")]
+)
+def test_layers_share_choices_as_an_exported_plan_has_them(file: str, prefix: str) -> None:
+    """The branch by which vLLM reads the letters is run, layer by layer; the class around it needs a GPU."""
+    (key, pattern), *_ = json.loads(WRITERS["index-topk"](sharing_plan()).data).items()
+    source = (Path(vllm.__file__).parent / file).read_text()
+    assert f'{prefix}{key} = getattr(config, "{key}", None)' in source
+    branches = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.If)]
+    branch = next(node for node in branches if ast.unparse(node.test) == f"{prefix}{key} is None")
+    code = compile(ast.Module([branch], []), file, "exec")
+    for layer, letter in enumerate(f"{pattern}FF"):  # layers of a drafter behind the last have indexers
+        names = {"layer_id": layer, f"{prefix}{key}": pattern, f"{prefix}skip_topk": False}
+        exec(code, {}, names)
+        assert names[f"{prefix}skip_topk"] == (letter == "S"), layer
 
 
 def test_what_a_release_calls_otherwise_lacks_or_tells_beyond_what_is_known_is_named(
