@@ -3,7 +3,7 @@
 Queries, keys and values are random: what kernels cost depends on tiles and lengths alone. Of prefill the time on the
 device counts; a layer's other work hides the program's. Decode steps are timed as captured ones on a GPU.
 
-Shapes: B batch (1), H query heads, G KV heads, S tokens, T rows of a chunk, D head size, E in and F out of a product.
+Shapes: B batch (1), H query heads, G KV heads, S tokens, T rows of a chunk, D head size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
 from sparsekv.planner.prices import HeadShape, Prices, StepPrices, Table
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.records import versions
-from sparsekv.plans.brief import DRAFTS
 from sparsekv.plans.patterns import PATTERNS, AShape, Dense, Pattern, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.plans.schema import BackendName
@@ -50,7 +49,6 @@ _COLUMNS = (0.0, 1 / 32, 1 / 8, 1 / 3)  # shares in single columns, beside few t
 _FEW = 1 / 16  # of the context: these tiles
 _READ = (1 / 64, 1 / 16, 1 / 4)  # shares of the cached tokens that a sparse step attends to
 _FETCHED = (64, 1024, 16384)  # tokens that a step reads from host memory
-_NEW = (1, DRAFTS[1] + 1, DRAFTS[-1] + 1)  # new tokens of a pass that checks a draft, and of a product
 _CPU_CACHE = 32 << 20  # bytes
 _MOST_COPIES = 16
 
@@ -84,7 +82,6 @@ def measure_prices(
     timed_families = tuple(name for name in KNOWN_FAMILIES if name in FAMILIES or name in families)
     bench = Bench(shape, device, dtype, tile, timed_families, choice.name, float8)
     timed = timed_lengths(shape, lengths, device.type)
-    bench.products()
     if offload:
         bench.fetches()
     with (progress or Progress()).stage("cost", total=sum(map(prefill_work, timed))) as step:
@@ -153,9 +150,6 @@ class Times:
         for point, one in zip(across, np.interp(across, points, us).tolist(), strict=True):
             self.add(name, along, one, point)
 
-    def find(self, name: str) -> Table | None:
-        return self.table(name) if name in self.us else None
-
     def table(self, name: str) -> Table:
         timed = self.us[name]
         across, along = sorted({point for point, _ in timed}), sorted({point for _, point in timed})
@@ -176,7 +170,7 @@ class Bench:
     times: Times = field(default_factory=Times)
 
     def prices(self) -> Prices:
-        table, find = self.times.table, self.times.find
+        table = self.times.table
         return Prices(
             device=device_name(self.device),
             measured=datetime.now(UTC).date().isoformat(),
@@ -192,9 +186,7 @@ class Bench:
             columns=table("columns"),
             index={name: table(f"index {name}") for name in self.families},
             step=StepPrices(**{name: table(f"step {name}") for name in StepPrices.model_fields}),
-            fetch=find("fetch"),
-            check=find("check"),
-            products=find("products"),
+            fetch=table("fetch") if "fetch" in self.times.us else None,
         )
 
     def run(self, length: int) -> None:
@@ -202,23 +194,9 @@ class Bench:
         self._prefill(q_BHSD, k_BGSD, v_BGSD)
         views = self._views(k_BGSD, v_BGSD)
         self._decode(q_BHSD[:, :, -1:], views, length)
-        for new in _NEW:
-            self.times.add("check", length, step_us(self._dense_steps(q_BHSD[:, :, -new:], views), self.device), new)
 
     def _dense_steps(self, q_BHQD: torch.Tensor, views: Sequence[KeyView]) -> list[Launch]:
         return [partial(decode_attention, q_BHQD, view, scale=self._scale, backend=self.backend) for view in views]
-
-    def products(self) -> None:
-        """Times matrices as wide as the heads together, as those of attention and of MLPs are."""
-        width = self.shape.heads * self.shape.head_dim
-        draw = partial(torch.randn, device=self.device, dtype=self.dtype)
-        for out in (width, 4 * width):
-            for new in _NEW:
-                x_TE = draw(new, width)
-                size = out * width * x_TE.itemsize
-                weights = [draw(out, width) for _ in range(copies_to_read_cold(size, self._cache_bytes))]
-                us = step_us([partial(_product, x_TE, weight) for weight in weights], self.device)
-                self.times.add("products", out * width, us, new)
 
     def _prefill(self, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         length, heads = k_BGSD.shape[2], self.shape.heads
@@ -368,10 +346,3 @@ def copies_to_read_cold(read_bytes: int, cache_bytes: int) -> int:
 def _segment(count: int, heads: int) -> SegmentProgram:
     part = Segment(filter=0, layers=(1,), budget=DecodeBudget(tokens=count), sink=0, recent=2)
     return SegmentProgram(0, part.sink, part.recent, "last", 1, "max", False, (), (part,), heads, 1)
-
-
-def _product(x_TE: torch.Tensor, weight_FE: torch.Tensor) -> torch.Tensor:
-    """A product and five small kernels: a Llama layer has 34 of these (norms, rotary, activation, sums, cache) beside
-    its seven products."""
-    out_TF = torch.nn.functional.linear(x_TE, weight_FE)
-    return out_TF * torch.rsqrt(out_TF.pow(2).mean(-1, keepdim=True) + 1e-6)

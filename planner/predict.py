@@ -20,7 +20,7 @@ from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodePlan, Offload, PrefillBucket, PrefillPlan, Segment
-from sparsekv.plans.schema import Cost, Estimate, LayerCounts, Prediction, WholeStep
+from sparsekv.plans.schema import Cost, Estimate, LayerCounts, Prediction
 
 DENSE = -1
 ABSENT = -2
@@ -104,10 +104,7 @@ def predict(profile: Profile, cost: Prices, prefill: PrefillPlan | None, decode:
                 estimate, computed = prefill_estimate(cost, tables, choice, profile), tuple(_counts(tables, choice))
         step = _of_decode(profile, entry.length, decode, cost) if decode else None
         if estimate or step:
-            whole = _whole_step(profile, entry.length, decode, cost, step) if decode and step else None
-            lengths.append(
-                Prediction(length=entry.length, prefill=estimate, computed=computed, decode=step, step=whole)
-            )
+            lengths.append(Prediction(length=entry.length, prefill=estimate, computed=computed, decode=step))
     return Cost(device=cost.device, backend=cost.backend, lengths=tuple(lengths))
 
 
@@ -206,36 +203,6 @@ def _of_decode(profile: Profile, length: int, plan: DecodePlan, cost: Prices) ->
         return None
     dense_us = dense_step_us(cost, length, profile.model)
     return Estimate(dense_us=dense_us, sparse_us=step, density=decode_share(segments, length, profile.model))
-
-
-_SOME = 6  # drafted tokens: those of a check together take less than as many checks of one
-
-
-def _whole_step(profile: Profile, length: int, plan: DecodePlan, cost: Prices, step: Estimate) -> WholeStep | None:
-    """Steps of the model, where the plan can draft (docs/exact.md) and products were priced."""
-    reads, products, check = profile.reads, cost.products, cost.check
-    if reads is None or products is None or check is None or not _can_draft(plan, profile.model):
-        return None
-
-    def rest_us(new: int) -> float:
-        return reads.matrices * products.at(reads.of_tokens(new) / reads.matrices, new)
-
-    layers = profile.model.by_layer.values()
-    visible = [visible_tokens(group, length) for group in layers]
-    check_us = rest_us(_SOME + 1) + sum(check.at(tokens, _SOME + 1) for tokens in visible)
-    dense_us = rest_us(1) + step.dense_us
-    return WholeStep(
-        dense_us=dense_us,
-        sparse_us=rest_us(1) + step.sparse_us,
-        token_us=max(0.0, check_us - dense_us) / _SOME,
-    )
-
-
-def _can_draft(plan: DecodePlan, model: ModelInfo) -> bool:
-    segments = [segment for bucket in plan.lengths for segment in bucket.segments]
-    by_newest = bool(segments) and all(one.selector == "last" or one.window == 1 for one in segments)
-    recurs = any(group.kind == "linear" for group in model.attention)
-    return by_newest and not recurs and not plan.offload and model.rope.get("rope_type") != "longrope"
 
 
 def dense_step_us(cost: Prices, length: int, model: ModelInfo, without: Collection[int] = frozenset[int]()) -> float:

@@ -138,8 +138,6 @@ class Prices(Part):
         index: per family, building the index of so many heads, of the others dense.
         step: of decode, with one row.
         fetch: reading the keys and values of so many tokens from host memory. None where it was not asked for.
-        check: a dense pass of several new tokens of a row, by these and cached tokens.
-        products: a product of new tokens with a matrix of weights and the small kernels beside it, by the parameters.
     """
 
     device: Text
@@ -158,8 +156,6 @@ class Prices(Part):
     index: dict[Family, Table]
     step: StepPrices
     fetch: Table | None = None
-    check: Table | None = None
-    products: Table | None = None
 
     def dense_us(self, length: int) -> float:
         """A dense layer over a whole prompt."""
@@ -190,7 +186,7 @@ class Prices(Part):
         return self.model_copy(
             update={
                 **_scaled(self, prefill, "dense", "tiles", "columns"),
-                **_scaled(self, decode, "fetch", "check"),
+                **_scaled(self, decode, "fetch"),
                 "step": self.step.model_copy(update=_scaled(self.step, decode, *StepPrices.model_fields)),
                 "shape": shape,
                 "tile": tile,

@@ -275,7 +275,7 @@ def read_measured(kind: type[Measured], path: Path) -> Measured:
         raise PlanError(
             f"expected a {what} of schema {schema} in {path}, found at {first_fault(error)}; make it again"
         ) from error
-    if digest != digest_of(measured):
+    if digest != content_digest(data):
         raise PlanError(
             f"expected {path} as it was written, found a changed {what}; make it again, it is measured data"
         )

@@ -190,12 +190,21 @@ def _check_version(document: dict[str, Any], source: str) -> None:
 
 def _as_now(data: Mapping[str, Any]) -> dict[str, Any]:
     """A document of version 1 without what nothing reads any more."""
-    now, provenance = dict(data), data.get("provenance")
+    now: dict[str, Any] = _without(_without(data, "provenance", "command"), "cost", "lengths", "step")
     if "quality" in now:
         now["quality"] = without_old(now["quality"])
-    if isinstance(provenance, dict):
-        now["provenance"] = {name: value for name, value in provenance.items() if name != "command"}
     return now
+
+
+def _without(data: Any, *path: str) -> Any:
+    """The data without the field at `path`, in each item of lists on the way."""
+    if isinstance(data, list):
+        return [_without(item, *path) for item in data]
+    if not isinstance(data, dict):
+        return data
+    first, *rest = path
+    kept = {name: value for name, value in data.items() if rest or name != first}
+    return {name: _without(value, *rest) if name == first else value for name, value in kept.items()}
 
 
 def content_digest(data: Mapping[str, Any]) -> str:

@@ -73,15 +73,6 @@ class Estimate(Part):
         return self.dense_us / max(self.sparse_us, 1e-9)
 
 
-class WholeStep(Part):
-    """One decode step of the whole model, weights and small kernels included, in microseconds: dense, by the plan, and
-    what a dense pass over several new tokens takes longer for each more of them."""
-
-    dense_us: NonNegative
-    sparse_us: NonNegative
-    token_us: NonNegative
-
-
 CountedShare = Annotated[float, Field(strict=True, ge=0.0, le=1.0), AfterValidator(partial(rounded, digits=3))]
 
 
@@ -103,15 +94,13 @@ class LayerCounts(Part):
 class Prediction(Part):
     """Predicted cost at one context length: a whole prefill, one decode step.
 
-    `computed` has the counts of layers with sparse heads, the same on every device. `step` is there where the plan can
-    draft what dense attention checks, and products were measured.
+    `computed` has the counts of layers with sparse heads, the same on every device.
     """
 
     length: Length
     prefill: Estimate | None = None
     computed: tuple[LayerCounts, ...] = ()
     decode: Estimate | None = None
-    step: WholeStep | None = None
 
 
 class Cost(Part):

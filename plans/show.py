@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sparsekv.plans.brief import exact_line, length_header, length_rows, percent
+from sparsekv.plans.brief import length_header, length_rows, percent
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern
 from sparsekv.plans.phases import (
@@ -106,7 +106,6 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
         told = quality_sentence(plan.quality, plan.status) if plan.quality else "Quality: not measured"
         parts += [Text(f"\n{told}"), *(quality_tables(plan.quality) if plan.quality else ())]
         parts += [_cost(plan.cost)] if plan.cost else []
-        parts += [Text(line)] if (line := exact_line(plan)) else []
     else:
         lines = (*_longest_prefill(plan), *_longest_decode(plan), *_rules(plan))
         parts += [Text("\n".join(("", *lines)))] if lines else []

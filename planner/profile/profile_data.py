@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from sparsekv.planner.options import KNOWN_FAMILIES, Family, PlanOptions
 from sparsekv.plans.errors import PlanMismatchError, UsageError
@@ -143,25 +143,6 @@ class LengthProfile(Part):
         return tuple(sorted({candidate.density for candidate in self.candidates}))
 
 
-class StepReads(Part):
-    """The matrices that one token is multiplied with, embeddings left out.
-
-    Attributes:
-        parameters: of those that every token is.
-        experts: of all experts of mixtures.
-        share: of the experts, how many a token goes to.
-    """
-
-    matrices: Positive
-    parameters: Measured
-    experts: Measured = 0.0
-    share: PartOfAll = 1.0
-
-    def of_tokens(self, new: int) -> float:
-        """Parameters that a pass of so many tokens reads, whose experts are independent of each other."""
-        return self.parameters + self.experts * (1.0 - (1.0 - self.share) ** new)
-
-
 class Profile(Part):
     """Holds what one profiling run found, and what it was run with."""
 
@@ -178,8 +159,13 @@ class Profile(Part):
     tasks: tuple[Text, ...] = ()
     calibration: Digest
     versions: dict[Text, Text] = Field(default_factory=dict)
-    reads: StepReads | None = None
     lengths: Annotated[tuple[LengthProfile, ...], Field(min_length=1, max_length=MAX_LENGTHS)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_reads(cls, data: Any) -> Any:
+        """Older files say what a step of the model reads."""
+        return {name: value for name, value in data.items() if name != "reads"} if isinstance(data, dict) else data
 
 
 def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> None:

@@ -19,14 +19,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.job import Job
 from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.calibration import CalibrationPrompt, digest_of_calibration
 from sparsekv.planner.profile.head_errors import Layer, SampledRows, score_candidates
-from sparsekv.planner.profile.profile_data import SCORES, Profile, StepReads
+from sparsekv.planner.profile.profile_data import SCORES, Profile
 from sparsekv.planner.profile.resume import Key, LayerRecord, ProfileRun, as_table, length_means, records_at
 from sparsekv.planner.profile.search_space import (
     Aim,
@@ -44,12 +43,12 @@ from sparsekv.planner.profile.similarity import ReuseScores, token_choice
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.records import RunFile, versions
 from sparsekv.plans.schema import BackendName
-from sparsekv.runtime.architecture import architecture_of, experts_per_token
-from sparsekv.runtime.hf.describe import attention_modules, config_of, decoder_of
+from sparsekv.runtime.architecture import architecture_of
+from sparsekv.runtime.hf.describe import attention_modules, config_of
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall
-from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap, linear_layers
+from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 
 Prompts = Mapping[int, Sequence[CalibrationPrompt]]
 
@@ -106,7 +105,6 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
         tasks=() if options.prompts else options.tasks,
         calibration=digest_of_calibration(prompts),
         versions=versions(),
-        reads=step_reads(model),
         lengths=tuple(
             length_means(
                 length,
@@ -118,20 +116,6 @@ def profile(job: Job, progress: Progress | None = None, resume: Path | None = No
             for length, some in prompts.items()
         ),
     )
-
-
-def step_reads(model: PreTrainedModel) -> StepReads | None:
-    """Returns what a decode step reads, experts as tensors of three dimensions; None where layers have other ones. What
-    is packed counts by its bytes."""
-    if linear_layers(config_of(model)):
-        return None
-    layers: Any = decoder_of(model).layers
-    weights = [*layers.parameters(), model.get_output_embeddings().weight]
-    sizes = {dims: [one.nbytes / model.dtype.itemsize for one in weights if one.ndim == dims] for dims in (2, 3)}
-    experts = [len(one) for one in weights if one.ndim == 3]
-    share = experts_per_token(config_of(model)) / max(experts) if experts else 1.0
-    count = len(sizes[2]) + len(sizes[3])
-    return StepReads(matrices=count, parameters=sum(sizes[2]), experts=sum(sizes[3]), share=share)
 
 
 def _identity(loaded: LoadedModel, options: Settled, prompts: Prompts, backend: BackendName) -> dict[str, Any]:

@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparsekv.plans.brief import exact_gains
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.plans.files import load_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.core.pays import DraftLength
@@ -21,7 +19,7 @@ from sparsekv.runtime.vllm.settings import plan_path, read_options
 WORKER = f"{__package__}.self_speculator.ExactWorker"
 SCHEDULER = f"{__package__}.draft_scheduler.exact_scheduler"
 _SPECULATIVE = {"--spec-method": "spec_method", "--spec-model": "spec_model", "--spec-tokens": "spec_tokens"}
-DRAFTED = 4  # tokens, where no prices say otherwise
+DRAFTED = 4  # tokens
 _CAPTURED = 512  # tokens of a captured step at most, as vLLM has it
 _USUAL_ROWS = (128, 256, 384, 512)  # --max-num-seqs where it is not given, by device: more than 512 are not captured
 
@@ -44,10 +42,9 @@ def ask_for_drafts(args: Any) -> None:
         raise UnsupportedError(
             f'expected exact output to draft by the plan alone, found {", ".join(flags)}; remove that, or "exact"'
         )
-    path = plan_path(options, args.model, args.revision)
-    if path is None:
+    if plan_path(options, args.model, args.revision) is None:
         raise UsageError(f'expected a plan that drafts exact output, found none beside {args.model}; name it by "plan"')
-    drafted = options.draft or drafts_of(load_plan(path))
+    drafted = options.draft or DRAFTED
     args.speculative_config = {
         "method": "draft_model",
         "model": args.model,
@@ -89,12 +86,6 @@ def capture_sizes(drafted: int, rows: Sequence[int]) -> list[int]:
     wide = {count * new for count in (*counts, *full)}
     few = {count for count in counts if count < new}
     return sorted(size for size in wide | full | ends | few if 0 < size <= _CAPTURED)
-
-
-def drafts_of(plan: Plan) -> int:
-    """Tokens of a draft: as many as gain most at the longest priced length."""
-    gains = list(exact_gains(plan))
-    return (max(gains, key=lambda gain: gain.length).drafted if gains else 0) or DRAFTED
 
 
 def dense_up_to(plan: Plan) -> int:

@@ -14,6 +14,7 @@ from planner_profiles import made_up_length, made_up_model, made_up_profile, mad
 from sparsekv.planner.profile.profile_data import Profile, check_model
 from sparsekv.planner.records import read_measured, write_measured
 from sparsekv.plans.errors import PlanError, PlanMismatchError
+from sparsekv.plans.files import content_digest
 
 
 @pytest.fixture
@@ -77,6 +78,12 @@ def test_a_damaged_profile_is_refused_by_name(profile: Profile, tmp_path: Path, 
     path.write_text(changed)
     with pytest.raises(PlanError, match=r"p\.json"):
         read_measured(Profile, path)
+
+
+def test_a_profile_that_says_what_a_step_reads_is_read(profile: Profile, tmp_path: Path) -> None:
+    data = profile.model_dump(mode="json") | {"reads": {"matrices": 2, "parameters": 10.0}}
+    (tmp_path / "p").write_text(json.dumps(data | {"integrity": content_digest(data)}))
+    assert read_measured(Profile, tmp_path / "p") == profile
 
 
 @pytest.mark.parametrize("version", [3, 5])

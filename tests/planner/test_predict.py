@@ -8,8 +8,7 @@ from planner_profiles import made_up_length, made_up_model, made_up_profile, mad
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.predict import causal_tiles, predict
-from sparsekv.planner.prices import Table
-from sparsekv.planner.profile.profile_data import LengthProfile, Profile, StepReads
+from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
 
@@ -30,47 +29,6 @@ def test_a_made_up_prediction_is_what_paper_and_pencil_give() -> None:
     assert found.decode.dense_us == pytest.approx(3 * 8.192)
     assert found.decode.sparse_us == pytest.approx(8.192 + 0.8192 + 2 * 1.132)
     assert found.decode.density == pytest.approx((8192 + 2 * 1132) / (3 * 8192), rel=1e-4)
-
-
-SIZES, NEW = (1 << 14, 1 << 20), (1.0, 7.0)
-DRAFT_PRICES = {
-    "check": Table.measured(NEW, (4096, 8192), [[2.0 + n * (0.001 + 0.0001 * q) for n in (4096, 8192)] for q in NEW]),
-    "products": Table.measured(NEW, SIZES, [[n * (1e-3 + 1e-5 * q) for n in SIZES] for q in NEW]),
-}
-READS = StepReads(matrices=22, parameters=1e6, experts=8e6, share=0.25)
-
-
-def drafting(**changes) -> DecodePlan:
-    segment = Segment(filter=0, layers=(1, 2), budget=DecodeBudget(tokens=1000), sink=4, recent=128, **changes)
-    return DecodePlan(lengths=(DecodeBucket(up_to=None, segments=(segment,)),))
-
-
-def test_a_step_of_the_model_is_its_attention_and_the_weights_that_its_tokens_read() -> None:
-    """Seven tokens go to more experts than one."""
-    profile = made_up_profile(made_up_length(8192, np.random.default_rng(0))).model_copy(update={"reads": READS})
-    (found,) = predict(profile, made_up_prices(**DRAFT_PRICES), None, drafting()).lengths
-    rest, seven = (1e-3 + 1e-5) * 3e6, (1e-3 + 7e-5) * (1e6 + 8e6 * (1 - 0.75**7))
-    assert found.step.dense_us == pytest.approx(rest + found.decode.dense_us, rel=1e-4)
-    assert found.step.sparse_us == pytest.approx(rest + found.decode.sparse_us, rel=1e-4)
-    check_us = seven + 3 * (2 + 0.001 * 8192 + 0.0001 * 7 * 8192)
-    assert found.step.token_us == pytest.approx((check_us - found.step.dense_us) / 6, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("plan", "cost", "reads"),
-    [
-        (drafting(), {"check": DRAFT_PRICES["check"]}, READS),
-        (drafting(), DRAFT_PRICES, None),
-        (drafting(selector="uniform", window=8), DRAFT_PRICES, READS),
-        (DecodePlan(lengths=(DecodeBucket(up_to=None, dense=True),)), DRAFT_PRICES, READS),
-    ],
-    ids=["no prices", "no weights", "looks back", "dense"],
-)
-def test_steps_are_not_predicted_where_nothing_can_be_drafted_or_something_has_no_price(plan, cost, reads) -> None:
-    profile = made_up_profile(made_up_length(8192, np.random.default_rng(0))).model_copy(update={"reads": reads})
-    (found,) = predict(profile, made_up_prices(**cost), None, plan).lengths
-    assert found.decode
-    assert found.step is None
 
 
 def test_a_length_that_sinks_chosen_and_recent_tokens_cover_costs_what_dense_costs() -> None:

@@ -27,7 +27,6 @@ from sparsekv.plans.schema import (
     Prediction,
     Provenance,
     Target,
-    WholeStep,
 )
 
 TENTH = DecodeBudget(fraction=0.1, at_most=13108)
@@ -147,7 +146,6 @@ def full_plan() -> Plan:
                     prefill=Estimate(dense_us=81234.5678, sparse_us=20311.25, density=0.221),
                     computed=(LayerCounts(layer=1, tiles=(0.0125678, 1, 0.25, 0.25), columns=(0.125, 0, 0.1, 0.0)),),
                     decode=Estimate(dense_us=412.5, sparse_us=96.25, density=0.0625),
-                    step=WholeStep(dense_us=5612.5, sparse_us=5296.25, token_us=31.5),
                 ),
             ),
         ),

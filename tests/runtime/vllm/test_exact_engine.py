@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 from captured_steps import launched
-from plans_samples import quality_at, small_plan
+from plans_samples import small_plan
 
-from sparsekv.plans.brief import DRAFTS
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
-from sparsekv.plans.schema import Cost, Plan, Prediction, WholeStep
+from sparsekv.plans.schema import Plan
 from sparsekv.runtime.plan_checks import refuse
 from sparsekv.runtime.vllm.exact_engine import (
     DRAFTED,
@@ -20,7 +19,6 @@ from sparsekv.runtime.vllm.exact_engine import (
     WORKER,
     ask_for_drafts,
     dense_up_to,
-    drafts_of,
 )
 from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions, host_of, read_options
 
@@ -139,18 +137,6 @@ def test_without_a_plan_there_is_nothing_to_draft_by(tmp_path: Path) -> None:
 def test_settings_that_contradict_each_other_are_refused(own: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         read_options({"sparsekv": own})
-
-
-def test_the_longest_priced_length_says_how_long_drafts_are() -> None:
-    assert drafts_of(drafting_plan()) == DRAFTED, "nothing is priced"
-    agreed = quality_at(8192, 131_072, agreed=0.975)
-    step = {"dense_us": 23_000.0, "token_us": 0.0}
-    priced = tuple(
-        Prediction(length=length, step=WholeStep(sparse_us=sparse, **step))
-        for length, sparse in ((8192, 23_000.0), (131_072, 4_000.0))
-    )
-    cost = Cost(device="made up", backend="flash", lengths=priced)
-    assert drafts_of(drafting_plan().model_copy(update={"cost": cost, "quality": agreed})) == DRAFTS[-1]
 
 
 def test_drafts_begin_where_the_plan_is_sparse() -> None:
