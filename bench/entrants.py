@@ -236,7 +236,7 @@ class Entrants:
         info, compiled = self.loaded.info, PlanOptions(lengths=(length,), verify="none")
         if self.phase == "prefill":
             asked, own = for_profile(compiled.but(phases=("prefill",), target_density=(share,)), profile)
-            prices = shipped_prices(head_shape(own.model), own.tile)
+            prices = shipped_prices(head_shape(own.model))
             prefill = allocate(own, prices, settle(asked, own.model.context_length, "cpu"))
             plan = Plan(status="unverified", model=info, prefill=prefill)
             return Entrant("prefill", "compiled from the profile", PlanMode(plan, "prefill", self.backend))

@@ -105,7 +105,6 @@ class OriginalMode:
 
     ready: Ready
 
-    stepwise: ClassVar[bool] = True
     dense_prefill: ClassVar[bool] = False
 
     @contextmanager

@@ -81,11 +81,10 @@ class HandDecode(Options):
     ] = None
 
 
-def named_subject(flags: Benched, lengths: Sequence[int], by_hand: bool | None = None) -> Subject:
+def named_subject(flags: Benched, lengths: Sequence[int]) -> Subject:
     """The model and its plan, unless one is made by hand; random weights take any length, of a model that need not be
     there."""
-    by_hand = flags.is_by_hand if by_hand is None else by_hand
-    named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan)
+    named = Subject(flags.model) if flags.is_by_hand else Subject.named(flags.model, flags.plan)
     if not flags.random_weights:
         return named.checked(flags, tuple(lengths))
     check_machine(flags)

@@ -1,7 +1,7 @@
 """Measures the prices of this device: the launches of a layer, timed at a few shares and lengths.
 
 Queries, keys and values are random: what kernels cost depends on tiles and lengths alone. Of prefill the time on the
-device counts; a layer's other work hides the program's. Decode steps are timed as captured ones on a GPU.
+device counts; a layer's other work hides the program's. Decode steps are timed as captured ones.
 
 Shapes: B batch (1), H query heads, G KV heads, S tokens, T rows of a chunk, D head size.
 """
@@ -9,11 +9,9 @@ Shapes: B batch (1), H query heads, G KV heads, S tokens, T rows of a chunk, D h
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from typing import cast
 
@@ -27,7 +25,6 @@ from sparsekv.kernels.tiles import Chunk, TileIndex, density
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
 from sparsekv.planner.prices import HeadShape, Prices, StepPrices, Table
 from sparsekv.planner.progress import Progress, prefill_work
-from sparsekv.planner.records import versions
 from sparsekv.plans.patterns import PATTERNS, AShape, Dense, Pattern, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.plans.schema import BackendName
@@ -36,23 +33,18 @@ from sparsekv.runtime.core.roles import Filter
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState, Step
 from sparsekv.runtime.core.timed_layers import Launch, device_us
-from sparsekv.runtime.model_config import device_name, dtype_name
+from sparsekv.runtime.model_config import device_name
 from sparsekv.runtime.stores.store import Float8, Resident
 
-# Work of the largest dense launch that is timed, in floating-point operations: a fraction of a second either way.
-_MOST_WORK = {"cpu": 1.2e10, "cuda": 2e14}
+_MOST_WORK = 2e14  # floating-point operations of the largest dense launch that is timed: a fraction of a second
 _SHORTEST = 512
-_APART = {"cpu": 3, "cuda": 2}  # lengths: between them times are read off a line
 _ROUND = 128
 _TILES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)  # shares of the causal tiles
 _COLUMNS = (0.0, 1 / 32, 1 / 8, 1 / 3)  # shares in single columns, beside few tiles
 _FEW = 1 / 16  # of the context: these tiles
 _READ = (1 / 64, 1 / 16, 1 / 4)  # shares of the cached tokens that a sparse step attends to
-_FETCHED = (64, 1024, 16384)  # tokens that a step reads from host memory
-_CPU_CACHE = 32 << 20  # bytes
 _MOST_COPIES = 16
 
-_ROUNDS = 3  # on a CPU
 _STEPS_MS = 30
 
 
@@ -65,25 +57,21 @@ def measure_prices(
     tile: TileShape,
     families: Collection[Family] = FAMILIES,
     backend: str = "auto",
-    offload: bool = False,
     float8: bool = False,
     progress: Progress | None = None,
 ) -> Prices:
-    """Times dense and sparse attention, index building and decode on this device.
+    """Times dense and sparse attention, index building and decode on this GPU.
 
     Lengths too long to time quickly are left to the price of work at the longest.
 
     Args:
         families: whose index building is timed besides that of the default ones.
-        offload: time reading rows from host memory too.
         float8: whether keys and values are cached in 8 bits.
     """
     choice = choose_backend(device, dtype, shape.head_dim, backend, tile)
     timed_families = tuple(name for name in KNOWN_FAMILIES if name in FAMILIES or name in families)
     bench = Bench(shape, device, dtype, tile, timed_families, choice.name, float8)
-    timed = timed_lengths(shape, lengths, device.type)
-    if offload:
-        bench.fetches()
+    timed = timed_lengths(shape, lengths)
     with (progress or Progress()).stage("cost", total=sum(map(prefill_work, timed))) as step:
         for length in timed:
             bench.run(length)
@@ -91,35 +79,24 @@ def measure_prices(
     return bench.prices()
 
 
-def timed_lengths(shape: HeadShape, lengths: Sequence[int], device_type: str) -> tuple[int, ...]:
-    """Returns lengths from few tokens up to the longest that is timed quickly, but not beyond the longest of the plan;
-    on CUDA, where that takes no time, those of the plan too."""
-    most = math.isqrt(int(_MOST_WORK.get(device_type, _MOST_WORK["cpu"]) / (2 * shape.heads * shape.head_dim)))
+def timed_lengths(shape: HeadShape, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Returns lengths from few tokens up to the longest that is timed quickly, but not beyond the longest of the plan,
+    and those of the plan."""
+    most = math.isqrt(int(_MOST_WORK / (2 * shape.heads * shape.head_dim)))
     longest = max(2 * _SHORTEST, min(max(lengths), most) // _SHORTEST * _SHORTEST)
-    count = 1 + math.ceil(math.log(longest / _SHORTEST, _APART.get(device_type, _APART["cpu"])))
+    count = 1 + math.ceil(math.log2(longest / _SHORTEST))
     spaced = np.geomspace(_SHORTEST, longest, count)
-    planned = (length for length in lengths if device_type == "cuda" and length <= max(most, longest))
+    planned = (length for length in lengths if length <= max(most, longest))
     return tuple(sorted({*(round(float(length) / _ROUND) * _ROUND for length in spaced), *planned}))
 
 
-def queued_us(launches: Sequence[Launch], device: torch.device) -> list[float]:
-    """Times of each launch, all taken in turn: on a GPU the median, whose other work in a layer hides the time of the
-    program. On a CPU, where other programs take time slices, the fastest of several is what the work takes."""
-    if device.type == "cuda":
-        return device_us(launches, device)
-    rounds = [[_walled_us(launch) for launch in launches] for _ in range(_ROUNDS)]
-    return [min(times) for times in zip(*rounds, strict=True)]
-
-
 def step_us(launches: Sequence[Launch], device: torch.device) -> float:
-    """Mean time of a launch as part of a decode step: on a GPU in a CUDA graph, as steps run there."""
+    """Mean time of a launch as part of a decode step, in a CUDA graph as steps are."""
 
     def all_of_them() -> None:
         for launch in launches:
             launch()
 
-    if device.type != "cuda":
-        return queued_us([all_of_them], device)[0] / len(launches)
     from triton.testing import do_bench_cudagraph
 
     with torch.cuda.device(device):
@@ -127,12 +104,6 @@ def step_us(launches: Sequence[Launch], device: torch.device) -> float:
         torch.cuda.synchronize()  # the stream that times does not wait for this one
         timed_ms = do_bench_cudagraph(all_of_them, rep=_STEPS_MS, return_mode="median")
         return float(timed_ms) * 1e3 / len(launches)
-
-
-def _walled_us(launch: Launch) -> float:
-    started = time.perf_counter()
-    launch()
-    return max(1e6 * (time.perf_counter() - started), 1e-3)
 
 
 @dataclass(slots=True)
@@ -173,20 +144,13 @@ class Bench:
         table = self.times.table
         return Prices(
             device=device_name(self.device),
-            measured=datetime.now(UTC).date().isoformat(),
-            source="measured",
-            kv_dtype="fp8" if self.float8 else None,
-            dtype=dtype_name(self.dtype),
             backend=cast(BackendName, self.backend),
             shape=self.shape,
-            tile=self.tile,
-            versions=versions(),
             dense=table("dense"),
             tiles=table("tiles"),
             columns=table("columns"),
             index={name: table(f"index {name}") for name in self.families},
             step=StepPrices(**{name: table(f"step {name}") for name in StepPrices.model_fields}),
-            fetch=table("fetch") if "fetch" in self.times.us else None,
         )
 
     def run(self, length: int) -> None:
@@ -212,7 +176,7 @@ class Bench:
         dense = partial(dense_prefill, q_BHSD, k_BGSD, v_BGSD, chunk, scale=scale, backend=backend)
         points.append(("dense", 1.0, dense))
         for family in self.families:
-            *_, pattern = PATTERNS[family].timed(length)
+            pattern = PATTERNS[family].timed(length)
             for count in sorted({1, heads}):
                 some = (pattern,) * count + (Dense(),) * (heads - count)
                 points.append((f"index {family}", count, partial(build, some)))
@@ -223,7 +187,7 @@ class Bench:
                 share = whole if name == "tiles" else float(density(index, chunk)) - whole
                 points.append((name, share, partial(attend, index)))
         timed: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for (name, across, _), us in zip(points, queued_us([run for *_, run in points], self.device), strict=True):
+        for (name, across, _), us in zip(points, device_us([run for *_, run in points], self.device), strict=True):
             timed[name].append((across, us))
         *tiles, (_, mixed_us) = timed.pop("tiles")
         dense_us = dense_heads_us(mixed_us, tiles[0][1], heads)
@@ -272,15 +236,6 @@ class Bench:
 
         return run
 
-    def fetches(self) -> None:
-        """Times reading the keys and values of tokens from host memory, over the link that captured steps read by."""
-        for count in _FETCHED:
-            size = (count, 2, self.shape.kv_heads, self.shape.head_dim)
-            rows = torch.zeros(size, dtype=torch.uint8 if self.float8 else self.dtype, device="cpu")
-            rows = rows.pin_memory() if self.device.type == "cuda" else rows
-            fetch = partial(rows.to, self.device, non_blocking=True, copy=True)
-            self.times.add("fetch", count, queued_us([fetch], self.device)[0])
-
     def _random(self, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator(self.device).manual_seed(0)
 
@@ -294,17 +249,10 @@ class Bench:
     def _scale(self) -> float:
         return float(self.shape.head_dim**-0.5)
 
-    @property
-    def _cache_bytes(self) -> int:
-        if self.device.type != "cuda":
-            return _CPU_CACHE
-        return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
-
     def _views(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> list[KeyView]:
         """The keys and values as often as steps need to read them cold."""
-        copies, stored = 1, Float8()
-        if self.device.type == "cuda":
-            copies = copies_to_read_cold(round((k_BGSD.nbytes + v_BGSD.nbytes) * _READ[0]), self._cache_bytes)
+        read_bytes, stored = round((k_BGSD.nbytes + v_BGSD.nbytes) * _READ[0]), Float8()
+        copies = copies_to_read_cold(read_bytes, cache_bytes(self.device))
         if self.float8:
             return [stored.view(full_view(*stored.rounded(k_BGSD, v_BGSD))) for _ in range(copies)]
         return [full_view(k_BGSD, v_BGSD), *(full_view(k_BGSD.clone(), v_BGSD.clone()) for _ in range(copies - 1))]
@@ -333,6 +281,10 @@ def _layers_of_columns(length: int) -> Iterator[tuple[Pattern, Pattern]]:
         vertical = tokens(max(1, round(length * share)))
         lines = VerticalSlash(vertical=vertical, slash=few, last_q=64, max_tiles=few)
         yield lines, lines
+
+
+def cache_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def copies_to_read_cold(read_bytes: int, cache_bytes: int) -> int:

@@ -13,11 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.decode_search import measure_trials, tries_decode
+from sparsekv.planner.decode_search import measure_trials
 from sparsekv.planner.eviction_search import search_eviction
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.fixed_test import RUNGS, level_of_run
@@ -29,19 +27,19 @@ from sparsekv.planner.prices import Prices, shipped_prices
 from sparsekv.planner.profile.calibration import mix_of
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
-from sparsekv.planner.progress import Progress, Stages
+from sparsekv.planner.progress import Progress
 from sparsekv.planner.records import digest_of, versions, write_measured
-from sparsekv.planner.refine import refine, refines
+from sparsekv.planner.refine import refine
 from sparsekv.planner.sharing_search import SharingSearch
 from sparsekv.planner.verify import VerifyRun, loaded_from, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import INDEXED, ModelInfo
 from sparsekv.plans.phases import Eviction
 from sparsekv.plans.schema import NOTHING_SPARSE, Plan, Prediction, Provenance, Target
-from sparsekv.plans.types import and_listed, format_length
+from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.model_config import device_name, has_soft_cap
-from sparsekv.runtime.plan_checks import overload, warn_of_spinning
+from sparsekv.runtime.plan_checks import warn_of_spinning
 
 _USED_UP = "earlier plans saw all {} prompts that were set aside; give more --prompts"
 
@@ -85,76 +83,52 @@ def compile_plan(
         resume: a file for what is profiled, from which an interrupted run goes on; the caller removes it once the
             plan is written.
         outcomes: the same of a test under way.
-        progress: where to report; the stages that will run are numbered.
+        progress: where to report.
 
     Raises:
         GateError: the model gives numbers that are not finite.
         UsageError, PromptError, BackendError: prompts do not fit, or the profile does not reach the targets.
     """
-    stages = Stages(progress, _stages(job))
+    progress = progress or Progress()
     if job.model.model_type in INDEXED:
         if profile_out is not None:
             raise UsageError("expected no --profile-out for a model with indexers, found one; leave it out")
-        return _sharing(job, stages, outcomes)
-    measured = job.profile or _profiled(job, stages, resume)
+        return _sharing(job, progress, outcomes)
+    measured = job.profile or _profiled(job, progress, resume)
     if profile_out is not None:
         write_measured(job.given or measured, profile_out)
-    cost = _prices(job, measured, stages)
-    beside = () if cost.stands_in else _beside_others(job.subject.model.device)
-    kv_cache, told = search_eviction(job, stages) if job.options.retain is not None else ((), ())
-    compiled = partial(compile_once, job.model, measured=measured, cost=cost, progress=stages, kv_cache=kv_cache)
-    result = _verified(job, compiled, stages, outcomes)
+    cost = _prices(job, measured, progress)
+    kv_cache, told = search_eviction(job, progress) if job.options.retain is not None else ((), ())
+    compiled = partial(compile_once, job.model, measured=measured, cost=cost, progress=progress, kv_cache=kv_cache)
+    result = _verified(job, compiled, progress, outcomes)
     remarks = (
         *result.remarks,
         *told,
         *denser_remarks(result.options),
         *plan_remarks(result.plan, result.options, measured),
-        *beside,
         *job.remarks,
     )
     return replace(result, plan=_with_device(result.plan, job, measured), remarks=remarks)
 
 
-def _sharing(job: Job, stages: Stages, outcomes: Path | None) -> PlanResult:
+def _sharing(job: Job, progress: Progress, outcomes: Path | None) -> PlanResult:
     """The plan of a model with indexers, of which nothing is made faster but by fewer of them."""
-    with SharingSearch.on(job, stages) as search:
-        result = _verified(job, search.plan, stages, outcomes)
+    with SharingSearch.on(job, progress) as search:
+        result = _verified(job, search.plan, progress, outcomes)
     return replace(result, remarks=(*result.remarks, *denser_remarks(result.options), *job.remarks))
 
 
-def _stages(job: Job) -> tuple[str, ...]:
-    """Those that will run, in order."""
-    options, profiles = job.options, job.profile is None
-    if job.model.model_type in INDEXED:
-        return ("index sharing", "evaluate") if job.kit else ("index sharing",)
-    runs = {
-        "profile": profiles,
-        "refine": profiles and refines(options),
-        "decode trials": profiles and tries_decode(job.model, options),
-        "cost": _measures_prices(job),
-        "eviction": options.retain is not None,
-        "allocate": "prefill" in options.phases,
-        "filter layers": "decode" in options.phases,
-        "evaluate": job.kit is not None,
-    }
-    return tuple(name for name, is_needed in runs.items() if is_needed)
-
-
-def _profiled(job: Job, stages: Progress, resume: Path | None) -> Profile:
+def _profiled(job: Job, progress: Progress, resume: Path | None) -> Profile:
     """Everything that needs the model: what candidates do, what whole plans do, what decode segments do."""
-    measured = profile(job, stages, resume)
-    return measure_trials(job, refine(job, measured, stages), stages)
+    measured = profile(job, progress, resume)
+    return measure_trials(job, refine(job, measured, progress), progress)
 
 
-def _measures_prices(job: Job) -> bool:
-    return job.loaded is not None and job.loaded.model.device.type == "cuda"
-
-
-def _prices(job: Job, measured: Profile, stages: Progress) -> Prices:
+def _prices(job: Job, measured: Profile, progress: Progress) -> Prices:
     options, shape = job.options, head_shape(job.model)
-    if not _measures_prices(job):
-        return shipped_prices(shape, measured.tile)
-    model = job.subject.model
+    if job.loaded is None or job.loaded.model.device.type != "cuda":
+        return shipped_prices(shape)
+    model = job.loaded.model
     return measure_prices(
         shape,
         options.lengths,
@@ -163,9 +137,8 @@ def _prices(job: Job, measured: Profile, stages: Progress) -> Prices:
         tile=measured.tile,
         families=options.families,
         backend=_backend(job, measured),
-        offload=options.offload and "decode" in options.phases,
         float8=options.kv_dtype == "fp8",
-        progress=stages,
+        progress=progress,
     )
 
 
@@ -183,15 +156,8 @@ def _with_device(plan: Plan, job: Job, measured: Profile) -> Plan:
     return plan.model_copy(update={"targets": tuple(one.model_copy(update=here) for one in plan.targets)})
 
 
-def _beside_others(device: torch.device) -> tuple[str, ...]:
-    """A line where prices were measured just now beside other work."""
-    load = overload(device)
-    said = f"predictions are from a busy machine ({load} while it was measured): plan again where nothing else runs"
-    return (said,) if load else ()
-
-
 def _verified(
-    job: Job, compiled: Callable[[Settled], Plan], stages: Progress, outcomes: Path | None = None
+    job: Job, compiled: Callable[[Settled], Plan], progress: Progress, outcomes: Path | None = None
 ) -> PlanResult:
     """The first plan that passes its test, or has nothing sparse; one plan, unverified, where nothing is verified.
 
@@ -212,14 +178,14 @@ def _verified(
             break
         attempts += 1
         run = VerifyRun("full" if used.verify == "full" else "small", number, level, outcomes)
-        last = verify(job.subject, plan, used, run, stages, job.kit, held_out=held_out)
+        last = verify(job.subject, plan, used, run, progress, job.kit, held_out=held_out)
         plan, said = last.recorded(plan), last.reasons
         for length in last.quality.missed:
             lost[length].append(last.test.worst_at(length))
         stricter = _after(used, last.quality.missed, attempts)
         if stricter == used:
             break
-        stages.say(f"the plan missed its test ({last.reasons[0]}); the next one is denser")
+        progress.say(f"the plan missed its test ({last.reasons[0]}); the next one is denser")
         used, plan = stricter, compiled(stricter)
     if plan.is_dense:
         said = (NOTHING_SPARSE,)
@@ -252,16 +218,9 @@ def compile_once(
     Raises:
         UsageError: the profile does not reach the targets.
     """
-    stages = progress or Progress()
-    prefill = decode = None
-    if "prefill" in options.phases:
-        with stages.stage("allocate", total=1) as step:
-            prefill = allocate(measured, cost, options, stages.say)
-            step.advance()
-    if "decode" in options.phases:
-        with stages.stage("filter layers", total=1) as step:
-            decode = choose_filter_layers(measured, options)
-            step.advance()
+    say = progress.say if progress else None
+    prefill = allocate(measured, cost, options, say) if "prefill" in options.phases else None
+    decode = choose_filter_layers(measured, options) if "decode" in options.phases else None
     return Plan(
         status="unverified",
         model=model,
@@ -364,11 +323,6 @@ def plan_remarks(plan: Plan, options: Settled, profile: Profile) -> Iterator[str
     decode = plan.decode
     if decode and options.offload and decode.offload is None and decode.sparse_layers:
         yield "nothing is offloaded: every sparse layer chooses for itself, and so reads all keys in each step"
-    steps = {entry.length: entry.decode for entry in plan.cost.lengths if entry.decode} if plan.cost else {}
-    slower = [length for length, step in steps.items() if step.sparse_us > step.dense_us]
-    if slower and decode and decode.offload:
-        lengths = and_listed(map(format_length, slower))
-        yield f"decode at {lengths} is slower than dense on the device; leave offload out where rows fit"
     longest, context = profile.lengths[-1].length, profile.model.context_length
     if longest < context:
         wanted = ",".join(map(format_length, lengths_up_to(context, [entry.length for entry in profile.lengths])))

@@ -19,7 +19,7 @@ from sparsekv.planner.prices import Floats, Prices
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
-from sparsekv.plans.phases import DecodePlan, Offload, PrefillBucket, PrefillPlan, Segment
+from sparsekv.plans.phases import DecodePlan, PrefillBucket, PrefillPlan, Segment
 from sparsekv.plans.schema import Cost, Estimate, LayerCounts, Prediction
 
 DENSE = -1
@@ -90,8 +90,7 @@ def _table(rows: list[tuple[tuple[float, ...], ...]]) -> Floats:
 def predict(profile: Profile, cost: Prices, prefill: PrefillPlan | None, decode: DecodePlan | None) -> Cost:
     """Dense and sparse attention of each planned phase at every profiled length.
 
-    What has no price is left out: patterns of the plan that the profile did not measure (a plan edited by hand), and
-    decode with rows in host memory where `cost` was measured without.
+    Patterns that the profile did not measure (of a plan edited by hand) have no price, and are left out.
     """
     lengths = []
     for entry in profile.lengths:
@@ -196,13 +195,13 @@ def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
     return choice
 
 
-def _of_decode(profile: Profile, length: int, plan: DecodePlan, cost: Prices) -> Estimate | None:
+def _of_decode(profile: Profile, length: int, plan: DecodePlan, cost: Prices) -> Estimate:
     segments = plan.bucket(length).segments
-    step = step_us(segments, cost, length, profile.model, plan.offload)
-    if step is None:
-        return None
-    dense_us = dense_step_us(cost, length, profile.model)
-    return Estimate(dense_us=dense_us, sparse_us=step, density=decode_share(segments, length, profile.model))
+    return Estimate(
+        dense_us=dense_step_us(cost, length, profile.model),
+        sparse_us=step_us(segments, cost, length, profile.model),
+        density=decode_share(segments, length, profile.model),
+    )
 
 
 def dense_step_us(cost: Prices, length: int, model: ModelInfo, without: Collection[int] = frozenset[int]()) -> float:
@@ -223,42 +222,22 @@ def visible_tokens(group: AttentionGroup, length: int) -> int:
     return length if group.window is None else min(length, group.window)
 
 
-def step_us(
-    segments: Sequence[Segment], cost: Prices, length: int, model: ModelInfo, offload: Offload | None = None
-) -> float | None:
-    """Attention of one decode step at this length over all layers, in microseconds; None where rows in host memory
-    have no price.
+def step_us(segments: Sequence[Segment], cost: Prices, length: int, model: ModelInfo) -> float:
+    """Attention of one decode step at this length over all layers, in microseconds, with all keys on the device.
 
     A filter layer costs what a dense one does, and its choice on top; one that attends to its own choice costs that
     choice, in a pass over the keys, and sparse attention. The rest of a step, weights and sampling, is not
-    in it. Of the rows that an offloaded layer chooses, it fetches those that are not in its hot set (`missed_tokens`).
+    in it.
     """
     sparse = frozenset(layer for segment in segments for layer in segment.layers)
-    hosted = frozenset(offload.layers if offload else ())
-    if hosted - sparse:
-        return None  # it reads back everything it has, in every step
     total, step = dense_step_us(cost, length, model, sparse), cost.step
     for segment in segments:
-        chosen, moved = segment.chosen_tokens(length), len(hosted.intersection(segment.layers))
         sparse_us = step.dense.at(length)
-        if chosen is not None:  # else all of the context is attended to, and nothing is chosen
+        if segment.chosen_tokens(length) is not None:  # else all of the context is attended to, and nothing is chosen
             sparse_us = step.sparse_us(attended_tokens(segment, length), length)
             total += step.chooses_alone.at(length) if segment.filter_is_sparse else step.choice_us(length)
         total += len(segment.layers) * sparse_us
-        if offload and moved:
-            hot = offload.hot.resolve(length)
-            cold = max(0, length - hot) if chosen is None else missed_tokens(chosen, hot, length)
-            if cost.fetch is None:
-                return None
-            total += moved * cost.fetch.at(cold)
     return total
-
-
-def missed_tokens(chosen: int, hot: int, length: int) -> float:
-    """The number of chosen tokens that are not in a hot set: 70% of them where it just holds one choice, and half
-    as many in one of twice the size, as on answers of small models at 32K (miss curves in docs/experiments.md); but no
-    more than if tokens were chosen at random."""
-    return chosen * min(0.7 * chosen / max(hot, chosen, 1), max(0, length - hot) / length)
 
 
 def attended_tokens(segment: Segment, length: int) -> int:

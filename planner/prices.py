@@ -17,16 +17,15 @@ import json
 import math
 from collections.abc import Sequence
 from importlib import resources
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from sparsekv.planner.options import Family
-from sparsekv.plans.patterns import TileShape
-from sparsekv.plans.schema import BackendName, DtypeName
-from sparsekv.plans.types import Count, FieldError, Length, NonNegative, Part, Text, rounded
+from sparsekv.plans.schema import BackendName
+from sparsekv.plans.types import Count, Length, NonNegative, Part, Text, rounded
 
 _MOST_POINTS = 256  # of an axis
 _SHIPPED = "prices_h200.json"
@@ -62,18 +61,6 @@ class Table(Part):
         """The table of these times, each at least those of less work: a measured time that falls is noise."""
         rising = np.maximum.accumulate(np.maximum.accumulate(np.asarray(us, np.float64), 0), 1)
         return cls(across=tuple(map(float, across)), along=tuple(along), us=tuple(map(tuple, rising.tolist())))
-
-    @model_validator(mode="after")
-    def _rises(self) -> Table:
-        for name in ("across", "along"):
-            points = getattr(self, name)
-            if points[-1] == 0 or any(np.diff(points) <= 0):
-                raise FieldError("expected ascending points", name)
-        if [len(row) for row in self.us] != [len(self.along)] * len(self.across):
-            raise FieldError(f"expected {len(self.across)} rows of {len(self.along)} times", "us")
-        if (np.diff(self.us, axis=0) < 0).any() or (np.diff(self.us, axis=1) < 0).any():
-            raise FieldError("expected times that rise along both axes", "us")
-        return self
 
     def scaled(self, factor: float) -> Table:
         return Table(
@@ -127,35 +114,22 @@ class Prices(Part):
     """Prices of one device and head shape, of whole prompts. They rank candidates and predict.
 
     Attributes:
-        measured: the day.
-        source: how the times came about.
-        stands_in: whether they were measured on another device.
-        kv_dtype: of cached keys and values, where it is not `dtype`.
         dense: the fastest dense kernel, by length.
         tiles: sparse attention over whole tiles, by their share of the causal tiles; all of them is dense heads in a
             sparse launch.
         columns: sparse attention over few tiles, by the share of single columns beside them.
         index: per family, building the index of so many heads, of the others dense.
         step: of decode, with one row.
-        fetch: reading the keys and values of so many tokens from host memory. None where it was not asked for.
     """
 
     device: Text
-    measured: Text
-    source: Text
-    stands_in: bool = False
-    kv_dtype: Literal["fp8"] | None = None
-    dtype: DtypeName
     backend: BackendName
     shape: HeadShape
-    tile: TileShape
-    versions: dict[Text, Text] = Field(default_factory=dict)
     dense: Table
     tiles: Table
     columns: Table
     index: dict[Family, Table]
     step: StepPrices
-    fetch: Table | None = None
 
     def dense_us(self, length: int) -> float:
         """A dense layer over a whole prompt."""
@@ -178,7 +152,7 @@ class Prices(Part):
         head = (times_A[-1] - times_A[0]) / max(1.0, table.across[-1] - table.across[0])
         return max(0.0, float(times_A[0] - head * table.across[0])), float(head)
 
-    def stood_in(self, shape: HeadShape, tile: TileShape) -> Prices:
+    def stood_in(self, shape: HeadShape) -> Prices:
         """These prices for other heads, by the ratio of their work; of another device than the plan is for."""
         own = self.shape
         prefill = shape.heads * shape.head_dim / (own.heads * own.head_dim)
@@ -186,21 +160,18 @@ class Prices(Part):
         return self.model_copy(
             update={
                 **_scaled(self, prefill, "dense", "tiles", "columns"),
-                **_scaled(self, decode, "fetch"),
                 "step": self.step.model_copy(update=_scaled(self.step, decode, *StepPrices.model_fields)),
                 "shape": shape,
-                "tile": tile,
-                "stands_in": True,
             }
         )
 
 
-def _scaled(prices: Part, factor: float, *names: str) -> dict[str, Table | None]:
-    tables: dict[str, Table | None] = {name: getattr(prices, name) for name in names}
-    return {name: table and table.scaled(factor) for name, table in tables.items()}
+def _scaled(prices: Prices | StepPrices, factor: float, *names: str) -> dict[str, Table]:
+    tables: dict[str, Table] = {name: getattr(prices, name) for name in names}
+    return {name: table.scaled(factor) for name, table in tables.items()}
 
 
-def shipped_prices(shape: HeadShape, tile: TileShape) -> Prices:
+def shipped_prices(shape: HeadShape) -> Prices:
     """The prices that stand in where there is no GPU: of the measured heads that are most like these."""
     data = json.loads(resources.files("sparsekv.planner").joinpath("data", _SHIPPED).read_text())
     tables = [Prices.model_validate(one) for one in data]
@@ -211,4 +182,4 @@ def shipped_prices(shape: HeadShape, tile: TileShape) -> Prices:
             abs(math.log(getattr(own, name) / getattr(shape, name))) for name in ("heads", "kv_heads", "head_dim")
         )
 
-    return min(tables, key=apart).stood_in(shape, tile)
+    return min(tables, key=apart).stood_in(shape)

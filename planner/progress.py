@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -40,23 +40,6 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Reports a line."""
-
-
-class Stages(Progress):
-    """Numbers the stages of a longer run: "cost (2 of 5)"."""
-
-    def __init__(self, progress: Progress | None, names: Sequence[str]) -> None:
-        self._progress, self._names = progress or Progress(), tuple(names)
-
-    @contextmanager
-    def stage(self, name: str, total: float | None = None) -> Iterator[StageStep]:
-        """See `Progress`. The name is one of those numbered."""
-        number = self._names.index(name) + 1
-        with self._progress.stage(f"{name} ({number} of {len(self._names)})", total) as step:
-            yield step
-
-    def say(self, line: str) -> None:
-        self._progress.say(line)
 
 
 class _Bar(StageStep):

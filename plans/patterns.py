@@ -183,9 +183,9 @@ class PatternFamily(Part):
         return ()
 
     @classmethod
-    def timed(cls, length: int) -> tuple[Self, ...]:
-        """A few that the cost of a device is measured with: sparse and less so. Needed by a family with `ranges`."""
-        return ()
+    def timed(cls, length: int) -> Self:
+        """The pattern whose index the prices of a device are measured with, of a family with `ranges`."""
+        raise NotImplementedError
 
 
 class Dense(PatternFamily):
@@ -229,8 +229,8 @@ class AShape(PatternFamily):
         return (cls.widening(1024, 4096, _PUBLISHED_STEP),)
 
     @classmethod
-    def timed(cls, length: int) -> tuple[Self, ...]:
-        return tuple(cls(sink=tokens(128), window=tokens(length // part)) for part in (16, 4))
+    def timed(cls, length: int) -> Self:
+        return cls(sink=tokens(128), window=tokens(length // 4))
 
 
 MOST_SAMPLED = 1024  # queries of a vertical-slash head
@@ -300,13 +300,9 @@ class VerticalSlash(PatternFamily):
         return tuple(cls.in_ratio(*ratio, _PUBLISHED_STEP) for ratio in ratios)
 
     @classmethod
-    def timed(cls, length: int) -> tuple[Self, ...]:
-        """Many of one kind of line and few of the other, so that tiles and columns vary apart from one another."""
-        few, many, last_q = max(256, length // 16), max(512, length // 5), last_q_for(length)
-        return tuple(
-            cls(vertical=tokens(vertical), slash=tokens(slash), last_q=last_q, max_tiles=tokens(few))
-            for vertical, slash in ((few, many), (many, few))
-        )
+    def timed(cls, length: int) -> Self:
+        few, many = tokens(max(256, length // 16)), tokens(max(512, length // 5))
+        return cls(vertical=many, slash=few, last_q=last_q_for(length), max_tiles=few)
 
 
 class BlockSparse(PatternFamily):
@@ -340,8 +336,8 @@ class BlockSparse(PatternFamily):
         return cls.ranges(tile, 0)
 
     @classmethod
-    def timed(cls, length: int) -> tuple[Self, ...]:
-        return tuple(cls(keep=tokens(max(least, length // part))) for least, part in ((256, 16), (512, 4)))
+    def timed(cls, length: int) -> Self:
+        return cls(keep=tokens(max(512, length // 4)))
 
 
 class Registered(PatternFamily):

@@ -163,20 +163,17 @@ def check_cut(plan: Plan, chunk: int | None, tokens: int) -> None:
 _BESIDE = 0.5  # above the cores, that our own threads alone may fill
 
 
-def overload(device: torch.device) -> str:
-    """The load of the last minute where it is above the cores of a CPU, as in "load 5.1 on 2 cores"; else empty."""
-    cores = os.cpu_count() or 1
+def _is_overloaded(device: torch.device) -> bool:
+    """True of a CPU whose load of the last minute is above its cores."""
     with suppress(OSError):  # it is not told everywhere
-        load = os.getloadavg()[0]
-        if device.type == "cpu" and load > cores + _BESIDE:
-            return f"load {load:.1f} on {cores} cores"
-    return ""
+        return device.type == "cpu" and os.getloadavg()[0] > (os.cpu_count() or 1) + _BESIDE
+    return False
 
 
 def warn_of_spinning(device: torch.device) -> None:
     """Warns (`PlanWarning`), once in a process, where threads that wait keep cores from those that they wait for. For
     the calls of the Python API, in which torch is loaded before ours: the command line sets the policy first."""
-    if torch.get_num_threads() > 1 and threads_spin() and overload(device):
+    if torch.get_num_threads() > 1 and threads_spin() and _is_overloaded(device):
         _warn_of_spinning()
 
 

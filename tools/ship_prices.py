@@ -26,7 +26,7 @@ def main(out: Path) -> None:
     for heads, kv_heads, head_dim in SHAPES:
         shape = HeadShape(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         how = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "tile": TileShape()}
-        prices = measure_prices(shape, LENGTHS, families=KNOWN_FAMILIES, offload=True, **how)
+        prices = measure_prices(shape, LENGTHS, families=KNOWN_FAMILIES, **how)
         print(f"{shape!r}: {prices.device}, {prices.backend}", flush=True)
         found.append(prices.model_dump(mode="json"))
     out.write_text(json.dumps(found, indent=1) + "\n")

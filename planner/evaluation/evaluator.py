@@ -33,7 +33,7 @@ from contextlib import ExitStack, closing, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, count, repeat, starmap
+from itertools import count, repeat, starmap
 from typing import Any
 
 import torch
@@ -51,7 +51,6 @@ from sparsekv.planner.evaluation.predictions import (
     continued,
     divergence,
     log_likelihood,
-    prefill,
     prefill_turns,
     spent_by,
     until_end,
@@ -257,8 +256,6 @@ class _Applied:
         keeps_steps: captured decode steps stay from batch to batch.
     """
 
-    stepwise = True
-
     def __init__(self, mode: PlanMode, handle: Handle, keeps_steps: bool) -> None:
         handle.suspend()
         self.check = mode.check
@@ -368,16 +365,10 @@ class _Run:
     @torch.no_grad()
     def _predicted(
         self, mode: Mode, source: _Source | None, *, last: bool
-    ) -> tuple[list[torch.Tensor], Spent, _Source | None]:
+    ) -> tuple[list[torch.Tensor], Spent, _Source]:
         """Logits for each text, what was computed, and where the next mode goes on from."""
-        model, batch = self.loaded.model, self.batch
-        with mode.running(model) as spent:
-            if not mode.stepwise:
-                past_BS = torch.cat([batch.prompt_BS, *chain.from_iterable(batch.later)], 1)
-                wholes = [(torch.cat([past_BS, text_BA], 1), text_BA.shape[1] + 1) for text_BA in self._texts]
-                read = [prefill(model, ids_BS, self.chunk, keep).logits_BKV.float() for ids_BS, keep in wholes]
-                return read, spent(), None
-            source = source or _Source(prefill_turns(model, batch, self.chunk), mode, spent())
+        with mode.running(self.loaded.model) as spent:
+            source = source or _Source(prefill_turns(self.loaded.model, self.batch, self.chunk), mode, spent())
             read = [] if _decodes_unmodified(mode) else self._read(mode, source, last)
             computed = replace(spent(), tiles=source.spent.tiles, causal_tiles=source.spent.causal_tiles)
         if _decodes_unmodified(mode):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -37,10 +37,6 @@ class Mode(Protocol):
     """Something to compare with dense."""
 
     @property
-    def stepwise(self) -> bool:
-        """Answers are fed token by token, as decode does; otherwise they are part of the prefill."""
-
-    @property
     def dense_prefill(self) -> bool:
         """Prompts run dense, so that the logits of their last row are no result of the mode."""
 
@@ -56,7 +52,6 @@ class PlanMode:
     phase: PhaseName = "both"
     backend: str = "auto"
     kv_dtype: KVDtype | None = None  # of `apply`; the plan's own when None
-    stepwise: ClassVar[bool] = True  # what is generated is decoded, whichever phase is sparse
 
     @property
     def dense_prefill(self) -> bool:

@@ -66,9 +66,8 @@ class Reservation:
         """Returns whether other rows have pages that this one's bytes from `begin` on are in."""
         return any(page.users > 1 for page in self._rows[row][self.up_to(row, begin)[1] :])
 
-    def ensure(self, needed: Sequence[tuple[int, int]]) -> bool:
-        """Maps pages until these rows have so many bytes; whether any were missing. All or, where the driver fails,
-        nothing."""
+    def ensure(self, needed: Sequence[tuple[int, int]]) -> None:
+        """Maps pages until these rows have so many bytes. All or, where the driver fails, nothing."""
         changes: dict[int, Change] = {}
         try:
             for row, nbytes in needed:
@@ -78,7 +77,6 @@ class Reservation:
         except BaseException:
             self._pool.give(page for _, new in changes.values() for page in new)
             raise
-        return bool(changes)
 
     def replace(self, changes: Mapping[int, Change]) -> None:
         """Gives rows other pages, of which this is one user, and lets go of those before. Where the driver fails

@@ -74,10 +74,10 @@ class _Memory:
     def bytes_for(self, tokens: int) -> int:
         return min(round_up(tokens, _TILE) * self.layout.token_bytes, self.reservation.row_bytes)
 
-    def ensure(self, wanted: Sequence[int]) -> bool:
-        """Pages for so many tokens of each row; whether some were missing."""
+    def ensure(self, wanted: Sequence[int]) -> None:
+        """Pages for so many tokens of each row."""
         needed = [(at, self.bytes_for(n)) for row, n in enumerate(wanted) for at in self.rows_of(row)]
-        return self.reservation.ensure(needed)
+        self.reservation.ensure(needed)
 
 
 def _has_addresses(pool: PagePool, nbytes: int) -> bool:

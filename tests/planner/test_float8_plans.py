@@ -3,17 +3,14 @@
 from typing import Any
 
 import pytest
-import torch
 from own_texts import text_of
-from planner_models import TILE, quick_options
+from planner_models import quick_options
 
 from sparsekv.planner import fixed_test
 from sparsekv.planner.evaluation import predictions
 from sparsekv.planner.job import job_of
-from sparsekv.planner.measure_prices import measure_prices
 from sparsekv.planner.options import GivenPrompt
 from sparsekv.planner.plan import compile_plan
-from sparsekv.planner.prices import HeadShape
 from sparsekv.runtime.hf.load import LoadedModel
 
 PROMPTS = tuple(GivenPrompt(text_of(number, 1080)) for number in range(4))
@@ -34,12 +31,3 @@ def test_a_plan_is_verified_over_them_and_says_so(loaded: LoadedModel, monkeypat
     assert found.plan.targets[0].kv_dtype == found.plan.kv_dtype == "fp8"
     assert {*stored} == {"fp8"}
     assert found.plan.quality.lengths[0].floor > 0  # in float32 too, where kernels round to nothing
-
-
-def test_steps_over_host_memory_are_timed_in_bytes() -> None:
-    shape, lengths = HeadShape(heads=4, kv_heads=2, head_dim=32), (1024,)
-    measured = measure_prices(
-        shape, lengths, device=torch.device("cpu"), dtype=torch.float32, tile=TILE, offload=True, float8=True
-    )
-    assert measured.kv_dtype == "fp8"
-    assert measured.fetch is not None

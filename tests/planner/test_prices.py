@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_models import TILE, made_up_prices
+from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_profile, options_for
-from pydantic import ValidationError
 
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.options import FAMILIES
@@ -18,7 +17,6 @@ from sparsekv.planner.predict import ScoreTables, choice_of, layer_times, step_u
 from sparsekv.planner.prices import HeadShape, Prices, Table, shipped_prices
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.records import read_measured
-from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.phases import DecodeBudget, PrefillPlan, Segment
 
 
@@ -66,7 +64,7 @@ def test_a_time_that_falls_is_taken_for_noise() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(64, 100_000), st.integers(0, 2000))
 def test_more_tokens_and_larger_budgets_never_cost_less(length: int, more: int) -> None:
-    prices = shipped_prices(HeadShape(heads=4, kv_heads=2, head_dim=32), TILE)
+    prices = shipped_prices(HeadShape(heads=4, kv_heads=2, head_dim=32))
     shares = np.array([0.0, 0.03, 0.2, 1.0])
     for read in (prices.dense_us, lambda n: prices.index_us("vertical_slash", n)[1]):
         assert read(length) <= read(length + more) * (1 + 1e-9)
@@ -86,8 +84,8 @@ def test_more_tokens_and_larger_budgets_never_cost_less(length: int, more: int) 
 def test_the_prices_that_ship_are_scaled_from_the_heads_most_like_these(shape, like) -> None:
     names = ("heads", "kv_heads", "head_dim")
     own, measured = (HeadShape(**dict(zip(names, one, strict=True))) for one in (shape, like))
-    found, known = shipped_prices(own, TileShape()), shipped_prices(measured, TileShape())
-    assert (found.shape, found.stands_in, found.device) == (own, True, "NVIDIA H200")
+    found, known = shipped_prices(own), shipped_prices(measured)
+    assert (found.shape, found.device) == (own, "NVIDIA H200")
     ratio = shape[0] * shape[2] / (like[0] * like[2])
     assert found.dense_us(32768) == pytest.approx(ratio * known.dense_us(32768), rel=1e-4)
     decode = shape[1] * shape[2] / (like[1] * like[2])
@@ -144,16 +142,3 @@ def test_two_devices_give_plans_of_like_shares_each_nearly_as_fast_on_the_other(
         assert foreign_us <= slower * us
         (_, foreign_us), (_, us) = (share_and_time(second, plan, entry) for plan in (one, other))
         assert foreign_us <= slower * us
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"us": ((1.0, 0.5),)}, "rise along both axes"),
-        ({"along": (64, 64)}, "ascending points"),
-        ({"us": ((1.0,),)}, "rows of"),
-    ],
-)
-def test_tables_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
-        Table(**({"along": (64, 128), "us": ((1.0, 2.0),)} | changes))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sparsekv.planner.progress import BarProgress, Stages, prefill_work
+from sparsekv.planner.progress import BarProgress, prefill_work
 
 
 def told(step_seconds: float, steps: int, total: float | None = 4, **console: Any) -> list[str]:
@@ -40,11 +40,3 @@ def test_no_time_left_is_told_of_the_first_units_which_pay_for_warming_up(consol
 def test_a_prompt_counts_by_its_time_not_as_one() -> None:
     assert prefill_work(2048) > 2 * prefill_work(1024)
     assert prefill_work(1 << 17) > 3.5 * prefill_work(1 << 16)
-
-
-def test_stages_of_a_longer_run_are_numbered() -> None:
-    text = io.StringIO()
-    stages = Stages(BarProgress(Console(file=text, width=200)), ("profile", "cost", "evaluate"))
-    with stages.stage("cost", total=1):
-        pass
-    assert text.getvalue().startswith("cost (2 of 3) ...")

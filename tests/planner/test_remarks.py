@@ -5,10 +5,8 @@ import pytest
 from planner_models import made_up_prices
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse, options_for
 
-from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import Settled
 from sparsekv.planner.plan import compile_once, plan_remarks
-from sparsekv.planner.predict import predict
 from sparsekv.planner.prices import Prices
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 
@@ -42,38 +40,6 @@ def remarks(profile: Profile, cost: Prices, options: Settled) -> tuple[str, ...]
 )
 def test_a_plan_that_keeps_to_what_was_asked_for_needs_no_remark(profile: Profile, options: Settled) -> None:
     assert remarks(profile, FREE, options) == ()
-
-
-OFFLOAD = DECODE.but(offload=True)
-
-
-def test_rows_in_host_memory_without_a_price_are_not_predicted() -> None:
-    profile = decode_profile(np.ones((3, 3)))
-    assert predict(profile, FREE, None, choose_filter_layers(profile, OFFLOAD)).lengths == ()
-
-
-def test_rows_in_host_memory_cost_what_reading_them_takes() -> None:
-    profile = decode_profile(np.ones((3, 3)))
-    cost = made_up_prices(fetch=(9.0, 0.01))
-    plan = choose_filter_layers(profile, OFFLOAD)
-    assert plan.offload.layers == (1, 2)
-    (found,) = predict(profile, cost, None, plan).lengths
-    chosen, hot = 820, 4096
-    one = 9.0 + 0.001 * (4 + chosen + 128) + 0.01 * chosen * 0.7 * chosen / hot
-    assert found.decode.sparse_us == pytest.approx(8.192 + 0.8192 + 2 * one, rel=5e-3)
-    assert found.decode.sparse_us > found.decode.dense_us
-    (line,) = remarks(profile, cost, OFFLOAD)
-    assert "offload" in line
-    assert remarks(profile, made_up_prices(fetch=(1.0, 0.001)), OFFLOAD) == ()
-
-
-def test_a_length_at_which_offloaded_layers_read_everything_back_is_not_predicted() -> None:
-    cost = made_up_prices(fetch=(1.0, 0.001))
-    profile = decode_profile(np.zeros((3, 3)), np.ones((3, 3)))
-    plan = choose_filter_layers(profile, OFFLOAD.but(dense=(8192,)))
-    assert plan.bucket(8192).dense
-    assert plan.offload is not None
-    assert [entry.length for entry in predict(profile, cost, None, plan).lengths] == [16384]
 
 
 @pytest.mark.parametrize(("context", "lengths"), [(131072, "8k,16k,32k,128k"), (16384, "8k,16k")])

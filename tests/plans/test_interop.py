@@ -240,7 +240,7 @@ def changes(part: Part, path: str = "") -> Iterator[tuple[str, Part]]:
 def test_no_field_of_the_schema_is_lost_in_silence(to: str) -> None:
     """Changed, it changes the file, or a line of what is lost names it; another model is another file."""
     compared = set()
-    timed = [kind.timed(8192)[0] for kind in PATTERNS.values() if kind.timed(8192)]
+    timed = [PATTERNS[family].timed(8192) for family in ("a_shape", "vertical_slash", "block_sparse")]
     timed.append(Registered(name="mine", budget=tokens(512)))
     groups = tuple(HeadGroup(layer=layer, heads=(0,), pattern=pattern) for layer, pattern in enumerate(timed))
     searched = PrefillPlan(tile=TileShape(), lengths=(PrefillBucket(up_to=None, heads=groups),))

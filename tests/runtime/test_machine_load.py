@@ -10,7 +10,7 @@ from torch_state import torch_threads
 
 from sparsekv.plans.errors import PlanWarning
 from sparsekv.runtime import plan_checks
-from sparsekv.runtime.plan_checks import overload, warn_of_spinning
+from sparsekv.runtime.plan_checks import warn_of_spinning
 from sparsekv.runtime.settings import threads_spin
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -67,13 +67,6 @@ def test_where_threads_do_not_spin_or_nothing_else_runs_there_is_no_warning(mach
 )
 def test_threads_spin_unless_a_variable_of_openmp_bounds_it(variables, spins):
     assert threads_spin(variables) is spins
-
-
-def test_the_load_is_told_of_a_cpu_that_others_use(machine):
-    assert "6.0 on 2 cores" in overload(CPU)
-    assert not overload(GPU)
-    put_load(machine, 2.0)
-    assert not overload(CPU)
 
 
 def test_apply_warns(machine):

@@ -79,7 +79,6 @@ def made_up_prices(
     decode_sparse: Costs = (0.0, 1e-3),
     choice: Costs = (0.0, 1e-4),
     alone: Costs | None = None,
-    fetch: Costs | None = None,
     lengths: Sequence[int] = _LENGTHS,
     **changes: Any,
 ) -> Prices:
@@ -112,18 +111,13 @@ def made_up_prices(
 
     base = Prices(
         device="made up",
-        measured="2026-11-29",
-        source="made up",
-        dtype="float32",
         backend="cpu",
         shape=HeadShape(heads=heads, kv_heads=2, head_dim=32),
-        tile=TILE,
         dense=table([[dense[0] + dense[1] * work for work in causal]]),
         tiles=table([[tiles[0] + share * tiles[1] * work for work in causal] for share in (0, 1)], (0, 1)),
         columns=table([[tiles[0] + share * column * work for work in causal] for share in (0, 1)], (0, 1)),
         index={name: index_of(*index.get(name, (0.0, 0.0, 0.0))) for name in PRESET_FAMILIES},
         step=step(),
-        fetch=fetch and table([[fetch[0] + fetch[1] * length for length in lengths]]),
     )
     return base.model_copy(update=changes)
 

@@ -12,13 +12,11 @@ class Counting(Progress, StageStep):
     """Adds up what stages announce and what is done of it."""
 
     def __init__(self) -> None:
-        self.total, self.done, self.stages, self.numbers, self.said = 0.0, 0.0, [], [], []
+        self.total, self.done, self.stages, self.said = 0.0, 0.0, [], []
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[Counting]:
-        plain, _, number = name.partition(" (")
-        self.stages.append(plain)
-        self.numbers.append(number.removesuffix(")"))
+        self.stages.append(name)
         self.total += total or 0.0
         yield self
 

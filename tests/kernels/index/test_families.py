@@ -40,9 +40,8 @@ def test_every_pattern_that_a_plan_may_hold_has_a_builder() -> None:
 @pytest.mark.parametrize("length", [200, 1024, 3000])
 @pytest.mark.parametrize("family", SEARCHED)
 def test_no_index_has_more_columns_than_its_pattern_says(family: str, length: int, tile: TileShape) -> None:
-    for pattern in FAMILIES[family].timed(length):
-        index = diffuse_index(pattern, length, tile)
-        assert index.columns_BHC.shape[-1] <= pattern.most_columns(length)
+    pattern = FAMILIES[family].timed(length)
+    assert diffuse_index(pattern, length, tile).columns_BHC.shape[-1] <= pattern.most_columns(length)
 
 
 @pytest.mark.parametrize("window", [2, 64, 65, 66, 129, 130])
@@ -86,9 +85,3 @@ def test_a_larger_size_of_a_range_never_computes_less(family: str) -> None:
             density(diffuse_index(one.pattern(n, length), length, tile), Chunk.uniform(1, 0, length)) for n in sizes
         ]
         assert computed == sorted(computed)
-
-
-@pytest.mark.parametrize("family", SEARCHED)
-def test_the_timed_patterns_cost_differently_else_no_line_can_be_fitted(family: str) -> None:
-    found = [diffuse_index(pattern, 8192, TileShape()) for pattern in FAMILIES[family].timed(8192)]
-    assert len({(int(index.counts_BHT.sum()), index.columns_BHC.shape[-1]) for index in found}) > 1
