@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, plan_file, settings_of
@@ -40,8 +40,7 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
     lengths: Annotated[
         Lengths,
         Flag(
-            "Most tokens of a prompt and its answer, by default 4k; several for --suite, by default two inside each "
-            "bucket of the plan.",
+            "Most tokens of a prompt and its answer, by default 4k; with --suite two inside each bucket of the plan.",
             ("--length", "--lengths"),
             "TOKENS",
         ),
@@ -59,8 +58,8 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
     suite: Annotated[
         Suite | None,
         Flag(
-            "Run tasks in generated text at --lengths, which may be several: ruler, by names, sizes and metric of the "
-            "paper; long, whose answers have 1,000 tokens.",
+            "Run tasks in generated text: ruler, by names, sizes and metric of the paper; long, whose answers have "
+            "1,000 tokens.",
             metavar="NAME",
             reads=str,
         ),
@@ -77,12 +76,6 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
         Names,
         Flag("For --suite: further plans to measure, such as minference=preset.yaml, by a name.", metavar="NAME=FILE"),
     ] = ()
-
-    @model_validator(mode="after")
-    def _has_one_length(self) -> Self:
-        if len(self.lengths) != 1 and self.suite is None:
-            raise UsageError(f"expected one --length, found {self.lengths}; call eval once for each")
-        return self
 
     @property
     def phase(self) -> PhaseName:
@@ -165,7 +158,7 @@ def _tasks(subject: Subject, flags: EvalFlags) -> None:
         by_mode = measure(loaded, modes, flags.drawn(step), progress=BarProgress())
     results = by_mode[PLAN if plan else DENSE]
     if flags.as_json:
-        data = prompts_data(results, bool(plan)) if prompts else tasks_data(results[0], flags.samples, bool(plan))
+        data = results_data(results, None if prompts else flags.samples, bool(plan))
         emit_json(data | ({"differs": differs} if plan else {}))
         return
     count = f"{len(prompts)} own" if prompts else f"{flags.samples} a task"
@@ -276,11 +269,12 @@ def _share(share: float | None, interval: tuple[float, float] | None) -> str:
     return "-" if share is None else f"{share:.1%}{bounds}"
 
 
-def prompts_data(results: Sequence[EvalResult], has_plan: bool) -> dict[str, Any]:
+def results_data(results: Sequence[EvalResult], samples: int | None, has_plan: bool) -> dict[str, Any]:
     from sparsekv.planner.evaluation.results import merged
 
-    whole, *each = [tasks_data(result, len(result.outcomes), has_plan) for result in (merged(results), *results)]
-    return whole | {"by_length": each}
+    parts = (merged(results), *results)
+    whole, *each = [tasks_data(part, samples or len(part.outcomes), has_plan) for part in parts]
+    return whole if samples and len(each) == 1 else whole | {"by_length": each}
 
 
 def tasks_data(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:

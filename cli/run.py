@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import AllowMismatch, NewTokens, Output, PlacementFlags, Subject, Subjects, settings_of
@@ -29,8 +29,6 @@ from sparsekv.runtime.core.pays import parse
 if TYPE_CHECKING:
     from sparsekv.cli.chat import Answer, Session
 
-# Logits over a temperature below this leave float32; one token has all of the probability long before.
-_COLDEST, _HOTTEST = 0.01, 100.0
 _ONE_TEXT = "; without a chat template each turn goes on from the text before it"
 
 
@@ -95,7 +93,7 @@ class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
         ),
     ] = False
     temperature: Annotated[
-        float, Field(ge=0.0, le=_HOTTEST), Key(f"0, the default, is greedy; else from {_COLDEST} on.", "T")
+        float, Field(ge=0.0, le=100.0), Key("0, the default, is greedy, as all below 0.01 are.", "T")
     ] = 0.0
     top_p: Annotated[float, Field(ge=0.0, le=1.0), Key("Nucleus of sampling; 1 by default.", "P")] = 1.0
     seed: Seed = 0
@@ -103,15 +101,6 @@ class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
     @property
     def follows(self) -> dict[Phase, bool]:
         return {phase: self.only in (None, phase) for phase in PHASES}
-
-    @model_validator(mode="after")
-    def _is_greedy_or_warm(self) -> Self:
-        if 0.0 < self.temperature < _COLDEST:
-            raise UsageError(
-                f"expected a temperature of 0, which is greedy, or one from {_COLDEST} to {_HOTTEST:g}, found "
-                f"{self.temperature:g}"
-            )
-        return self
 
 
 def run(flags: RunFlags) -> None:

@@ -199,7 +199,6 @@ def decode_attention(
     *,
     scale: float,
     window: int | None = None,
-    want_lse: bool = False,
     scoring: Scoring | None = None,
     out: torch.Tensor | None = None,
     new_B: torch.Tensor | None = None,
@@ -211,11 +210,10 @@ def decode_attention(
     Args:
         q_BHQD: queries of the newest tokens of each batch row: Q is 1 to MOST_QUERIES; above 1 without selection,
             scoring and out.
-        keys: contiguous or paged; a row of length 0 gives 0 and -inf.
+        keys: contiguous or paged; a row of length 0 gives 0.
         selection: which tokens each row attends to; all of them when None.
         scale: of the scores, usually 1 / sqrt(D).
         window: the layer's own sliding window in tokens, or None; selected tokens outside it are left out.
-        want_lse: whether to return the natural log-sum-exp of each row, with its sink where it has one.
         scoring: also return how much attention each token gets, in these rows; without selection and window.
         out: where the output goes, of the shape of q and with stride 1 in its last dimension; rows of length 0 are left
             as they are.
@@ -229,7 +227,7 @@ def decode_attention(
     module, chooses = _module(backend, _DECODE), not (selection is None and scoring is None and out is None)
     check_keys(q_BHQD, keys, scale, backend in _BY_TORCH, 1 if chooses else MOST_QUERIES)
     attended: AttentionOutput = module.decode(
-        q_BHQD, keys, selection, scale=scale, window=window, want_lse=want_lse, scoring=scoring, out=out, new_B=new_B
+        q_BHQD, keys, selection, scale=scale, window=window, scoring=scoring, out=out, new_B=new_B
     )
     return attended
 

@@ -16,7 +16,6 @@ Shapes: J layers that attend, I layers that choose.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 
@@ -48,42 +47,22 @@ _LEAST_PROMPTS = 2
 _RESAMPLES = 2000
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """Says how much is measured at a length.
-
-    Attributes:
-        prompts: at most; as many as memory has room for.
-        steps: of decode, of each prompt.
-    """
-
-    prompts: int
-    steps: int
-
-    @classmethod
-    def on(cls, device: torch.device, samples: int) -> Effort:
-        """Returns what takes a minute or so: on two CPU cores for a small model at 8K, on a GPU for a large one at 32K.
-
-        Args:
-            samples: calibration samples a length.
-        """
-        return cls(min(12, samples + 4), 32) if device.type == "cuda" else cls(min(6, samples + 3), 16)
+def effort_on(device: torch.device, samples: int) -> tuple[int, int]:
+    """Prompts at a length at most, of so many calibration samples, and steps of each: what takes a minute or so, on two
+    CPU cores for a small model at 8K, on a GPU for a large one at 32K."""
+    return (min(12, samples + 4), 32) if device.type == "cuda" else (min(6, samples + 3), 16)
 
 
-def measure_trials(
-    job: Job, profile: Profile, progress: Progress | None = None, effort: Effort | None = None
-) -> Profile:
+def measure_trials(job: Job, profile: Profile, progress: Progress | None = None) -> Profile:
     """The profile with decode trials at every length; unchanged where there are some, or nothing to search.
 
     Args:
         profile: with decode statistics, where decode is planned.
-        effort: how much to measure; by device when None.
 
     Raises:
         UsageError, PromptError: there are no calibration prompts of a length.
     """
     loaded, options = job.subject, job.options
-    effort = effort or Effort.on(loaded.model.device, options.calibration_samples)
     if not tries_decode(loaded.info, options) or any(entry.trials or not entry.reuse for entry in profile.lengths):
         return profile
     entries: list[LengthProfile] = []
@@ -91,7 +70,7 @@ def measure_trials(
     stage = (progress or Progress()).stage("decode trials", total=len(profile.lengths))
     with stage as step, DecodeTrials.on(loaded) as model:
         for entry in reversed(profile.lengths):
-            prefixes = _prefixes(job, model, entry.length, effort, step)
+            prefixes = _prefixes(job, model, entry.length, step)
             search = _Search(loaded.info, prefixes, model, entry, options, step)
             if passed:
                 search.repeat(passed)
@@ -306,12 +285,13 @@ def _similarity(kept_JI: Similarities, importance_J: Sequence[float], layers: Se
     return float(sum(importance_J[layer] * min(kept_JI[layer][layers[0]], 1.0) for layer in layers[1:]))
 
 
-def _prefixes(job: Job, model: DecodeTrials, length: int, effort: Effort, step: StageStep) -> list[Prefix]:
+def _prefixes(job: Job, model: DecodeTrials, length: int, step: StageStep) -> list[Prefix]:
     """Returns the first tokens of as many calibration prompts as there is room for."""
+    most, steps = effort_on(job.subject.model.device, job.options.calibration_samples)
     fitting = _PREFIX_BYTES // kv_bytes(job.model.attention, length, job.subject.model.dtype.itemsize)
-    prompts = job.calibration_prompts(length, max(_LEAST_PROMPTS, min(effort.prompts, fitting)))
+    prompts = job.calibration_prompts(length, max(_LEAST_PROMPTS, min(most, fitting)))
     found = []
     for number, prompt in enumerate(prompts, start=1):
-        found.append(model.prefilled(prompt, effort.steps, job.options))
+        found.append(model.prefilled(prompt, steps, job.options))
         step.advance(0, f"{length} tokens, prompt {number} of {len(prompts)} prefilled")
     return found

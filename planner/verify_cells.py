@@ -18,7 +18,7 @@ from pydantic import Field
 from sparsekv.planner.evaluation import EvalSamples, Evaluator, Mode, PlanMode
 from sparsekv.planner.evaluation.evaluator import DenseBatch
 from sparsekv.planner.evaluation.given import NEAR_END, GivenSamples
-from sparsekv.planner.evaluation.results import Outcome, Spent
+from sparsekv.planner.evaluation.results import Exact, LongText, Outcome, Spent
 from sparsekv.planner.fixed_test import LONG, TURNS, Cell, Sizes, missing_prompts, more_prompts
 from sparsekv.planner.options import Settled
 from sparsekv.planner.progress import StageStep
@@ -30,7 +30,7 @@ from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.quality import HURT_BY_EVICTION, LengthScore
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import Digest, KVDtype, Length, Natural, Part, Positive, Text, format_length
+from sparsekv.plans.types import Digest, KVDtype, Length, Natural, Positive, Text, format_length
 from sparsekv.runtime.hf.describe import takes_one_piece
 
 # One key among hundreds like it, several values, two stages; and three that small models answer too. Each further cell
@@ -38,7 +38,6 @@ from sparsekv.runtime.hf.describe import takes_one_piece
 TESTED = ("kv_retrieval", "niah_multivalue", "two_stage", "niah_single", "quote_text", "quote_code")
 BROKEN = 20.0  # nats, of a prompt without finite probabilities
 
-Exact = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # not rounded: two halves are to give one whole
 Truth = Annotated[bool, Field(strict=True)]
 
 
@@ -90,14 +89,6 @@ def _whole(plan: Plan) -> Plan:
     return plan.model_copy(update={"prefill": prefill, "decode": decode, "kv_cache": None})
 
 
-class TextRow(Part):
-    """Dense's own continuation of a prompt, read by the plan: divergence in nats, and tokens that agree."""
-
-    kl: Exact
-    agreed: Natural
-    scored: Positive
-
-
 class CellOutcomes(RunRecord):
     """Prompts of one task and length, in the order in which they were drawn.
 
@@ -115,7 +106,7 @@ class CellOutcomes(RunRecord):
     plan: tuple[Truth | None, ...] = ()
     kl: tuple[Exact, ...] = ()
     rounding: tuple[Exact, ...] = ()
-    texts: tuple[TextRow, ...] = ()
+    texts: tuple[LongText, ...] = ()
     spent: tuple[Exact, Exact, Exact, Exact] = (0.0, 0.0, 0.0, 0.0)
 
     @property
@@ -302,7 +293,6 @@ class Cells:
             check_finite(whole.outcomes, "with every tile computed")
             rounding = whole.kl
         right, kl = zip(*map(finite, plan.outcomes), strict=True)
-        texts = (outcome.text for outcome in plan.outcomes if outcome.text and outcome.is_finite)
         return CellOutcomes(
             task=task,
             length=length,
@@ -311,7 +301,7 @@ class Cells:
             plan=right,
             kl=kl,
             rounding=rounding,
-            texts=tuple(TextRow(kl=outcome.kl, agreed=outcome.agreed, scored=outcome.scored) for outcome in texts),
+            texts=tuple(outcome.text for outcome in plan.outcomes if outcome.text and outcome.is_finite),
             spent=(plan.spent.tiles, plan.spent.causal_tiles, plan.spent.attended, plan.spent.cached),
         )
 

@@ -9,7 +9,6 @@ of a row; of the scores, tokens of all rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -33,7 +32,6 @@ def decode(
     *,
     scale: float,
     window: int | None = None,
-    want_lse: bool = False,
     scoring: Scoring | None = None,
     out: torch.Tensor | None = None,
     new_B: torch.Tensor | None = None,
@@ -42,45 +40,42 @@ def decode(
     lengths = keys.lengths_B.tolist()
     if q_BHQD.shape[2] > 1 or new_B is not None:
         counts = [q_BHQD.shape[2]] * len(lengths) if new_B is None else new_B.tolist()
-        return _several(q_BHQD, keys, lengths, counts, scale=scale, window=window, want_lse=want_lse)
-    plain = selection is None and scoring is None and out is None and not want_lse and keys.softmax is PLAIN
+        return _several(q_BHQD, keys, lengths, counts, scale=scale, window=window)
+    plain = selection is None and scoring is None and out is None and keys.softmax is PLAIN
     plain &= keys.scales is None
     if plain and keys.table_BP is None and len(set(lengths)) == 1:
         k_BGSD, v_BGSD = keys.contiguous(lengths[0])
         return AttentionOutput(attend_newest(q_BHQD, k_BGSD, v_BGSD, scale=scale, window=window), None)
-    attended = _attend(q_BHQD, keys, selection, scoring, scale=scale, window=window, want_lse=want_lse)
+    attended = _attend(q_BHQD, keys, selection, scoring, scale=scale, window=window)
     return attended if out is None else _into(out, attended, lengths)
 
 
 def _several(
-    q_BHQD: torch.Tensor, keys: KeyView, lengths: list[int], counts: list[int], *, scale: float, window: int | None,
-    want_lse: bool,
+    q_BHQD: torch.Tensor, keys: KeyView, lengths: list[int], counts: list[int], *, scale: float, window: int | None
 ) -> AttentionOutput:  # fmt: skip
     """Several new tokens a row: in one pass over the keys where torch's attention takes them, else one by one."""
     new = q_BHQD.shape[2]
-    plain = keys.softmax is PLAIN and keys.table_BP is None and not want_lse and keys.scales is None
+    plain = keys.softmax is PLAIN and keys.table_BP is None and keys.scales is None
     if plain and len(set(lengths)) == 1 and set(counts) == {new}:
         k_BGSD, v_BGSD = keys.contiguous(lengths[0])
         chunk = Chunk(tuple(length - new for length in lengths), tuple(lengths))
         return dense_attention(q_BHQD, k_BGSD, v_BGSD, chunk, scale=scale, window=window)
-    outs, lses = [], []
+    outs = []
     for number in range(new):
         at = [
             length - count + number + 1 if number < count else 0 for length, count in zip(lengths, counts, strict=True)
         ]
         seen = replace(keys, lengths_B=torch.tensor(at, dtype=torch.int32, device=keys.lengths_B.device))
         query = q_BHQD[:, :, number : number + 1]
-        attended = decode(query, seen, None, scale=scale, window=window, want_lse=want_lse)
-        outs.append(attended.out_BHSD)
-        lses.append(attended.lse_BHS)
-    return AttentionOutput(torch.cat(outs, 2), torch.cat(lses, 2) if want_lse else None)  # type: ignore[arg-type]
+        outs.append(decode(query, seen, None, scale=scale, window=window).out_BHSD)
+    return AttentionOutput(torch.cat(outs, 2), None)
 
 
 def _into(out_BHQD: torch.Tensor, attended: AttentionOutput, lengths: list[int]) -> AttentionOutput:
     for out_HQD, found_HQD, length in zip(out_BHQD, attended.out_BHSD, lengths, strict=True):
         if length:
             out_HQD.copy_(found_HQD)
-    return AttentionOutput(out_BHQD, attended.lse_BHS, attended.scores_gT)
+    return AttentionOutput(out_BHQD, None, attended.scores_gT)
 
 
 @torch.no_grad()
@@ -99,7 +94,6 @@ def _attend(
     *,
     scale: float,
     window: int | None = None,
-    want_lse: bool = False,
     attends: bool = True,
 ) -> AttentionOutput:
     """Where it does not attend, the output is 0 and no value is read."""
@@ -107,10 +101,10 @@ def _attend(
     q_BGND, dtype = (q_BHQD.float() * scale).reshape(B, G, H // G, D), q_BHQD.dtype
     if keys.scales is not None:
         q_BGND, dtype = q_BGND * keys.scales.scores_G[:, None, None], keys.scales.dtype
-    out_BGND, lse_BGN = torch.zeros_like(q_BGND), q_BGND.new_full(q_BGND.shape[:3], -math.inf)
+    out_BGND = torch.zeros_like(q_BGND)
     scores_GT = q_BGND.new_empty((G, 0 if scoring is None else scoring.tokens))
     starts = [-1] * B if scoring is None else scoring.starts_B.tolist()
-    call = _Call(q_BGND, keys, out_BGND if attends else None, lse_BGN if want_lse else None, scores_GT)
+    call = _Call(q_BGND, keys, out_BGND if attends else None, scores_GT)
     with one_thread():
         heads = [
             _Head(b, g, tokens, count, starts[b])
@@ -124,7 +118,7 @@ def _attend(
         out_BGND *= keys.scales.v_G[:, None, None]
     return AttentionOutput(
         out_BGND.view(B, H, 1, D).to(dtype),
-        lse_BGN.view(B, H, 1) if want_lse else None,
+        None,
         None if scoring is None else _by_list(scores_GT, scoring, starts, lengths),
     )
 
@@ -143,7 +137,6 @@ class _Call:
     q_BGND: torch.Tensor  # scaled
     keys: KeyView
     out_BGND: torch.Tensor | None  # values are read for it alone
-    lse_BGN: torch.Tensor | None
     scores_GT: torch.Tensor
 
     def attend(self, head: _Head) -> None:
@@ -156,16 +149,14 @@ class _Call:
             torch.mm(q_ND, k_TD.mT, out=logits_NT[:, part])
         capped_(logits_NT, keys.softmax.cap)
         p_NT, sinks_H = logits_NT.softmax(1), keys.softmax.sinks_H
-        lse_N = logits_NT.logsumexp(1) if self.lse_BGN is not None or sinks_H is not None else None
-        if sinks_H is not None and lse_N is not None:
+        if sinks_H is not None:
+            lse_N = logits_NT.logsumexp(1)
             joint_N = torch.logaddexp(lse_N, sinks_H.float().view(-1, len(q_ND))[head.g])
-            p_NT, lse_N = p_NT.mul_((lse_N - joint_N).exp_()[:, None]), joint_N
+            p_NT.mul_((lse_N - joint_N).exp_()[:, None])
         if out_BGND is not None:
             for part in parts:
                 v_TD = keys.head(keys.v, *at, _part(head.tokens, part)).float()
                 out_BGND[at].addmm_(p_NT[:, part], v_TD)
-        if self.lse_BGN is not None and lse_N is not None:
-            self.lse_BGN[at] = lse_N
         if head.start >= 0:
             torch.amax(p_NT, 0, out=self.scores_GT[head.g, head.start : head.start + head.count])
 

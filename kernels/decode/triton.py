@@ -49,7 +49,6 @@ def decode(
     *,
     scale: float,
     window: int | None = None,
-    want_lse: bool = False,
     scoring: Scoring | None = None,
     out: torch.Tensor | None = None,
     new_B: torch.Tensor | None = None,
@@ -59,25 +58,23 @@ def decode(
     the GPU. Several queries of a head are as so many heads that end earlier: each key is read once for all of them."""
     new = q_BHQD.shape[2]
     rows_BR1D = q_BHQD if new == 1 else q_BHQD.flatten(1, 2).unsqueeze(2)
-    out_BR1D, lse, scores_gT = _run(
-        rows_BR1D, keys, selection, scale, window, want_lse, scoring, launch, out, new=new, new_B=new_B
-    )
-    return AttentionOutput(out_BR1D.view_as(q_BHQD), lse.view(q_BHQD.shape[:3]) if want_lse else None, scores_gT)
+    out_BR1D, scores_gT = _run(rows_BR1D, keys, selection, scale, window, scoring, launch, out, new=new, new_B=new_B)
+    return AttentionOutput(out_BR1D.view_as(q_BHQD), None, scores_gT)
 
 
 def score(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float) -> torch.Tensor:
     """The scores alone, float32 [g, T]; arguments as in `decode_scores`."""
-    _, _, scores_gT = _run(q_BHQD, keys, None, scale, None, True, scoring, None, None, attends=False)
+    _, scores_gT = _run(q_BHQD, keys, None, scale, None, scoring, None, None, attends=False)
     assert scores_gT is not None
     return scores_gT
 
 
 def _run(
-    q_BHQD: torch.Tensor, keys: KeyView, selection: Selection | None, scale: float, window: int | None, want_lse: bool,
+    q_BHQD: torch.Tensor, keys: KeyView, selection: Selection | None, scale: float, window: int | None,
     scoring: Scoring | None, launch: DecodeLaunch | None, out: torch.Tensor | None, attends: bool = True,
     new: int = 1, new_B: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Output, log-sum-exp and scores. Where it does not attend, the output is not written and no value is read."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Output and scores. Where it does not attend, the output is not written and no value is read."""
     B, H, _, D = q_BHQD.shape
     G, device = keys.kv_heads, q_BHQD.device
     requests = keys.requests if selection is None else None  # those that follow a choice have each their own
@@ -111,13 +108,13 @@ def _run(
             part_BHPD, part_lse_BHP, out_BHQD, lse_BHQ, keys.lengths_B, sinks_H, *out_BHQD.stride()[:2], H,
             launch.splits,
             D=D, BLOCK_D=min(block_d, _MERGED_VALUES), BLOCK_P=triton.next_power_of_2(launch.splits),
-            WANT_LSE=want_lse or scoring is not None, ATTENDS=attends, SKIPS=out is not None,
+            WANT_LSE=scoring is not None, ATTENDS=attends, SKIPS=out is not None,
             SINKS=keys.softmax.sinks_H is not None, QUERIES=new,
             num_warps=4 if D <= 128 else 8, **overlapping,
         )  # fmt: skip
     if scoring is not None and logits_HT is not None and scores_gT is not None:
         _score(logits_HT, lse_BHQ, keys, scoring, scores_gT, overlapping)
-    return out_BHQD, lse_BHQ, scores_gT
+    return out_BHQD, scores_gT
 
 
 def _score_memory(scoring: Scoring, heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

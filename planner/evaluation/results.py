@@ -7,17 +7,19 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from sparsekv.planner.tasks import Sample
-from sparsekv.plans.types import NonNegative, Part, Portion, Positive, Real
+from sparsekv.plans.types import Natural, NonNegative, Part, Portion, Positive, Real
 
 LEVEL = 0.95
 _RESAMPLES = 9999  # of a bootstrap; its generator is the same every time
 
 Interval = tuple[Real, Real]
+Exact = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # not rounded: two halves are to give one whole
 
 
 class Agreement(Part):
@@ -54,9 +56,9 @@ class Score(Part):
 class LongText:
     """Dense's own text behind a prompt, read by a mode: `kl`, `agreed` and `scored` as of an outcome."""
 
-    kl: float
-    agreed: int
-    scored: int
+    kl: Exact
+    agreed: Natural
+    scored: Positive
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from sparsekv.runtime.model_config import dtype_name, rope_switch
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Settings of drawing the next token. Temperature 0 is greedy."""
+    """Settings of drawing the next token. A temperature below 0.01 is greedy."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -199,13 +199,17 @@ _PLAIN = {
 }
 
 
+# Logits over a temperature below this leave float32; one token has all of the probability long before.
+_COLDEST = 0.01
+
+
 def _options(config: GenerationConfig, sampling: Sampling) -> dict[str, Any]:
     """Options of `generate` over those of the checkpoint."""
     options: dict[str, Any] = {name: value for name, value in _PLAIN.items() if getattr(config, name, None) is not None}
     if config.pad_token_id is None and (ends := config.eos_token_id) is not None:
         # nothing is padded, but transformers would warn
         options["pad_token_id"] = ends[0] if isinstance(ends, list) else ends
-    if sampling.temperature <= 0:
+    if sampling.temperature < _COLDEST:
         return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}  # the latter is no limit
     return options | {"do_sample": True} | drawn

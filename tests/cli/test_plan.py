@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from model_folders import save_model
@@ -189,10 +190,10 @@ def test_a_plan_from_a_profile_leaves_the_records_of_an_interrupted_run(sparsekv
     assert partial.exists()
 
 
-def test_ctrl_c_while_choosing_leaves_the_older_plan(sparsekv, model, measured, out, ctrl_c_in):
+def test_ctrl_c_while_choosing_leaves_the_older_plan(sparsekv, model, measured, out, monkeypatch):
     out.write_text(OLDER)
-    with ctrl_c_in("filter layers"):
-        done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--json", "--force")
+    monkeypatch.setattr("sparsekv.planner.plan.choose_filter_layers", Mock(side_effect=KeyboardInterrupt))
+    done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--json", "--force")
     assert done.code == 130
     assert done.data["error"] == {**done.data["error"], "kind": "Interrupted", "exit_code": 130}
     assert "interrupted" in done.err

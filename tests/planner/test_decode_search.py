@@ -1,5 +1,6 @@
 """Filter layers by proof: what is proposed, how it is measured, and what a plan takes of it."""
 
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
@@ -11,7 +12,6 @@ from planner_profiles import made_up_model, made_up_reuse
 from progress import Counting
 
 from sparsekv.planner.decode_search import (
-    Effort,
     alone,
     anchor_layers,
     candidates,
@@ -41,12 +41,19 @@ LAYERS, LENGTH = 10, 8192
 MODEL = made_up_model(layers=LAYERS)
 QUICK = quick_options(phases=("decode",), verify="none", loss=100.0)
 SETTLED = settle(QUICK, 4096, "cpu")
-EFFORT = Effort(prompts=3, steps=4)
+PROMPTS, STEPS = 3, 4
 
 
 def segment(filter_: int, layers: tuple[int, ...], share: float = 0.1, length: int = LENGTH) -> Segment:
     at_most = fraction(share).resolve(length)
     return Segment(filter=filter_, layers=layers, budget=DecodeBudget(fraction=share, at_most=at_most), recent=128)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparsekv.planner.decode_search.effort_on", lambda device, samples: (PROMPTS, STEPS))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +64,7 @@ def prompt(loaded: LoadedModel) -> CalibrationPrompt:
 
 @pytest.fixture(scope="module")
 def measured(loaded: LoadedModel) -> Profile:
-    return measure_trials(bare_job(loaded, SETTLED), profile(bare_job(loaded, SETTLED)), effort=EFFORT)
+    return measure_trials(bare_job(loaded, SETTLED), profile(bare_job(loaded, SETTLED)))
 
 
 def check_legal(segments: tuple[Segment, ...]) -> None:
@@ -147,7 +154,7 @@ def test_the_search_finds_which_layers_need_everything_and_which_choices_serve(
     monkeypatch.setattr(DecodeTrials, "divergences", divergences)
     loaded, options = loaded_tiny(layers=8), settle(QUICK.but(loss=0.0021), 4096, "cpu")
     job = bare_job(loaded, options)
-    (entry,) = (found := measure_trials(job, profile(job), effort=EFFORT)).lengths
+    (entry,) = (found := measure_trials(job, profile(job))).lengths
     assert all(one.kl <= 0.0021 for one in entry.trials)
     chosen = choose_filter_layers(found, options).bucket(1024).segments
     assert [(one.filter, one.layers, one.budget.fraction) for one in chosen] == segments
@@ -231,7 +238,7 @@ def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned
     measured: Profile, loaded: LoadedModel
 ) -> None:
     (entry,) = measured.lengths
-    assert all(one.prompts <= EFFORT.prompts for one in entry.trials)
+    assert all(one.prompts <= PROMPTS for one in entry.trials)
     plan = choose_filter_layers(measured, SETTLED)
     shares = [decode_share(one.segments, 1024, loaded.info) for one in entry.trials]
     assert decode_share(plan.bucket(1024).segments, 1024, loaded.info) == min(shares) < 0.6
@@ -240,9 +247,7 @@ def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned
 def test_shorter_lengths_are_tried_with_the_segments_that_passed_at_the_longest(loaded: LoadedModel) -> None:
     options = settle(QUICK.but(lengths=(512, 1024), target_density=()), 4096, "cpu")
     progress = Counting()
-    short, long = measure_trials(
-        bare_job(loaded, options), profile(bare_job(loaded, options)), progress, EFFORT
-    ).lengths
+    short, long = measure_trials(bare_job(loaded, options), profile(bare_job(loaded, options)), progress).lengths
     assert progress.done == pytest.approx(progress.total)
     passed = {tuple((part.filter, part.layers) for part in one.segments) for one in long.trials}
     assert short.trials
@@ -252,12 +257,12 @@ def test_shorter_lengths_are_tried_with_the_segments_that_passed_at_the_longest(
 def test_nothing_is_sparse_inside_a_gate_that_nothing_passes(loaded: LoadedModel, measured: Profile) -> None:
     bare = measured.lengths[0].model_copy(update={"trials": ()})
     options = settle(QUICK.but(loss=0.0), 4096, "cpu")
-    found = measure_trials(bare_job(loaded, options), measured.model_copy(update={"lengths": (bare,)}), effort=EFFORT)
+    found = measure_trials(bare_job(loaded, options), measured.model_copy(update={"lengths": (bare,)}))
     assert not found.lengths[0].trials
     assert choose_filter_layers(found, options).bucket(1024).dense
 
 
 def test_measuring_again_gives_the_same_trials(loaded: LoadedModel, measured: Profile) -> None:
     bare = measured.model_copy(update={"lengths": (measured.lengths[0].model_copy(update={"trials": ()}),)})
-    assert measure_trials(bare_job(loaded, SETTLED), bare, effort=EFFORT) == measured
-    assert measure_trials(bare_job(loaded, SETTLED), measured, effort=EFFORT) is measured
+    assert measure_trials(bare_job(loaded, SETTLED), bare) == measured
+    assert measure_trials(bare_job(loaded, SETTLED), measured) is measured

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from own_texts import text_of
-from planner_models import bare_job, made_up_prices, quick_options
+from planner_models import bare_job, quick_options
 from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
 
@@ -250,15 +250,6 @@ def test_the_facade_plans_a_loaded_model_and_reports_on_it(loaded: LoadedModel) 
     assert {"profile", "decode trials"} <= {*progress.stages}
     with pytest.raises(UsageError, match="tokenizer"):
         sparsekv.plan_model(loaded.model)
-
-
-def test_predictions_that_were_measured_beside_other_work_are_said_to_be(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, measured: Profile
-) -> None:
-    monkeypatch.setattr("os.getloadavg", lambda: (999.0,) * 3)
-    monkeypatch.setattr(planning, "_prices", lambda *_: made_up_prices())
-    job = job_of(loaded, quick_options(verify="none", phases=("decode",)), profile=measured)
-    assert any("load 999.0" in line for line in compile_plan(job).remarks)
 
 
 def test_the_published_preset_plans_with_its_own_tiles_and_target(loaded: LoadedModel) -> None:

@@ -59,7 +59,7 @@ def check_scores(case: DecodeCase, backend: str, device: str = "cpu", alone: boo
         if alone:
             found_gT = decode_scores(problem.q_BHQD, problem.keys, scoring, **how)
         else:
-            found = decode_attention(problem.q_BHQD, problem.keys, want_lse=True, scoring=scoring, **how)
+            found = decode_attention(problem.q_BHQD, problem.keys, scoring=scoring, **how)
             assert_close(found, problem)
             found_gT = found.scores_gT
         assert (found_gT.shape, found_gT.dtype) == ((lists, scoring.tokens), torch.float32)

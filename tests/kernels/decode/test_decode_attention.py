@@ -31,10 +31,7 @@ needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a
 
 def check(case: DecodeCase, backend: str, device: str = "cpu") -> None:
     problem = draw(case, device)
-    for want_lse in (True, False):
-        found = attend(problem, backend, want_lse)
-        assert (found.lse_BHS is not None) == want_lse
-        assert_close(found, problem)
+    assert_close(attend(problem, backend), problem)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -68,7 +65,7 @@ def test_a_layer_over_selected_tokens_shares_no_operation_between_threads() -> N
     """On a busy machine, each would wait for the slowest thread: a time slice of the scheduler."""
     problem = draw(DecodeCase("x", (4000,), (3000,), 3000))
     with torch_threads(2), Watch() as watch:
-        attend(problem, "cpu", want_lse=False)
+        attend(problem, "cpu")
     assert watch.threads == {1}
 
 
@@ -123,7 +120,6 @@ def test_split_of_the_tokens_never_changes_the_answer(splits: int, case: DecodeC
             problem.selection,
             scale=problem.scale,
             window=case.window,
-            want_lse=True,
             launch=DecodeLaunch(splits, 32, 4, 1),
         )
     assert_close(found, problem)
@@ -170,7 +166,7 @@ def check_given_output(case: DecodeCase, backend: str, device: str) -> None:
     assert found.out_BHSD.data_ptr() == out_BHQD.data_ptr()
     assert (out_BHQD[2] == 7.0).all()
     out_BHQD[2] = 0.0
-    assert_close(replace(found, lse_BHS=None), problem)
+    assert_close(found, problem)
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])

@@ -14,7 +14,6 @@ from sparsekv.kernels.index.build import builds_by_triton
 from sparsekv.kernels.index.triton import vertical_slash
 from sparsekv.kernels.reference import mask_of
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
@@ -153,9 +152,6 @@ def test_what_triton_does_not_build_is_built_by_torch() -> None:
     assert not vertical_slash.takes(group_of(layer), call_of(layer))
 
 
-def test_where_triton_does_not_run_auto_is_torch_and_asking_for_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsekv.kernels.triton_support.interpreting", lambda: False)
+def test_where_triton_does_not_run_auto_is_torch() -> None:
     layer = make_layer((LINES,), Chunk((0,), (80,)), TileShape())
     assert differences(build(layer, builder="auto"), build(layer, builder="torch")) == []
-    with pytest.raises(BackendError, match="builder='torch'"):
-        build(layer, builder="triton")
