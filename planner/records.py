@@ -162,11 +162,6 @@ class RunFile(Generic[Settings]):
         for record in records:
             self._keep(record)
 
-    def write(self, path: Path) -> None:
-        """Writes all records, atomically, in place of what is there."""
-        records = (_line(record, self._digest) for kind in self._records.values() for record in kind.values())
-        write_bytes(path, b"".join((_line(self.settings, ""), *records)))
-
     def _keep(self, record: RunRecord) -> None:
         self._records[type(record)][record.key] = record
 

@@ -137,7 +137,7 @@ def test_page_picture_and_the_row_of_readme_have_the_verdict_the_shares_and_fail
 
 def test_a_report_shows_the_figures_of_its_own_plan_alone(empty, plan, sparsekv, tmp_path):
     empty.add(OwnFigure(name="first token", share=0.25, dense=(100.0,) * 5, plan=(80.0,) * 5, **ONCE))
-    empty.write(tmp_path / "own.json")
+    OwnFile(empty.settings, tmp_path / "own.json").add(*empty.all(OwnPlan).values(), *empty.all(OwnFigure).values())
     done = sparsekv("report", tmp_path / "plan.yaml", tmp_path / "own.json", "-o", tmp_path / "page.html")
     assert done.code == 0, done.err
     text = (tmp_path / "page.html").read_text()

@@ -83,9 +83,8 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
     compared = {"phase": "prefill", "suite": "ruler", "reference": "sparsekv", "device": "cpu", "backend": "auto"}
 
     def write(settings: RunSettings, records: Sequence[RunRecord], path: Path) -> None:
-        file = RunFile(settings)
-        file.add(*records)
-        file.write(path)
+        path.unlink(missing_ok=True)
+        RunFile(settings, path).add(*records)
 
     heads = {str(head): ["vertical_and_slash", 100, 800, 1.0] for head in range(4)}
     make = {
