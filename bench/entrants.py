@@ -10,11 +10,9 @@ scores in plain torch behind a dense prefill, originals in place of attention.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +26,15 @@ from sparsekv.bench.originals import FOLDER, ORIGINALS, Original, OriginalMode
 from sparsekv.bench.selectors import Quest, Selecting, StepRule, TopK, TopKByHead
 from sparsekv.bench.text_runs import followed, timed_prefill
 from sparsekv.bench.tile_rules import FlashPrefill, FlexPrefill, MInference, StreamingLLM, XAttention
-from sparsekv.kernels.methods import DecodeSelector, EvictionScore, Method, PrefillRule, register, registry
+from sparsekv.kernels.methods import (
+    DecodeSelector,
+    EvictionScore,
+    Method,
+    PrefillRule,
+    code_of,
+    register,
+    registry,
+)
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.evaluation import Mode, PlanMode
 from sparsekv.planner.filter_layers import choose_filter_layers
@@ -154,9 +160,8 @@ class Entrants:
         """Digest of the plan, or of the code of a method from outside."""
         if name in self.plans:
             return executed_digest(self.plans[name])
-        source = inspect.getsourcefile(type(registry()[name])) if name in registry() else None
-        is_own = source is None or type(registry()[name]) in BUILT_IN
-        return None if is_own or source is None else content_digest({"code": Path(source).read_text()})
+        method = registry().get(name)
+        return None if method is None or type(method) in BUILT_IN else content_digest({"code": code_of(method)})
 
     # --- the share or time that is held to ---
 

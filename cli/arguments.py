@@ -15,7 +15,7 @@ import typer
 from pydantic import Field
 
 from sparsekv.cli.output import tell
-from sparsekv.planner.flags import Flag, Options, text
+from sparsekv.planner.flags import Flag, Names, Options, text
 from sparsekv.planner.options import Hardware, KVPrecision, check_lengths
 from sparsekv.plans.aliases import (
     PLAN_NAME,
@@ -62,7 +62,21 @@ class AllowMismatch(Options):
         return check_model(plan, found, self.allow_mismatch, self.flag_of("allow_mismatch"))
 
 
-class Subjects(Options):
+class OwnMethods(Options):
+    group: ClassVar = "Model and plan"
+    methods: Annotated[
+        Names, Flag("Files of rules and scores of your own, such as my_rule.py, which are run.", metavar="FILES")
+    ] = ()
+
+    def register_methods(self) -> None:
+        if self.methods:
+            from sparsekv.kernels.methods import register_file
+
+            for file in self.methods:
+                register_file(Path(file))
+
+
+class Subjects(OwnMethods):
     group: ClassVar = "Model and plan"
     target: Annotated[
         str | None,
@@ -81,13 +95,9 @@ class Subjects(Options):
         ),
     ] = None
 
-    model: Annotated[str | None, Flag("The model, in place of MODEL.", ("--model", "-m"), "NAME")] = None
-
     @property
     def subject(self) -> Subject:
-        if None not in (self.target, self.model):
-            raise UsageError("expected MODEL or --model, found both; leave one out")
-        name = self.target or self.model
+        name = self.target or None
         return Subject.named(name, one_plan(self, self.plan, name))
 
 

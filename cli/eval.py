@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from sparsekv.cli import commands
-from sparsekv.cli.arguments import Output, Subject, Subjects, plan_file, settings_of
+from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import answered_prompts, only_writer
-from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Unread
+from sparsekv.planner.flags import MOST, Flag, Lengths, Unread
 from sparsekv.planner.options import DEFAULT_TASKS, Drawn, Hardware, Phase, check_lengths
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.files import executed_digest, load_plan
+from sparsekv.plans.files import executed_digest
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import PhaseName, Plan, check_model, to_data
 from sparsekv.plans.types import columns, format_length
@@ -35,7 +35,7 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(("tasks", "prompts_file"), "a suite has tasks and tables of its own", ("suite",)),
         Unread(("tasks", "lengths", "samples", "seed"), "no samples are drawn", ("prompts_file",)),
-        Unread(("out", "beside"), "--suite reads it", without=("suite",)),
+        Unread(("out",), "--suite reads it", without=("suite",)),
     )
     lengths: Annotated[
         Lengths,
@@ -72,10 +72,6 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
             "FILE",
         ),
     ] = None
-    beside: Annotated[
-        Names,
-        Flag("For --suite: further plans to measure, such as minference=preset.yaml, by a name.", metavar="NAME=FILE"),
-    ] = ()
 
     @property
     def phase(self) -> PhaseName:
@@ -105,11 +101,12 @@ def evaluate(flags: EvalFlags) -> None:
     """
     subject = flags.subject
     unread = next(filter(flags.is_given, _OF_PLAN), None)
-    if unread and not (subject.plan or flags.beside):
+    if unread and not subject.plan:
         raise UsageError(f"expected a plan beside {flags.flag_of(unread)}, found none; name one with --plan FILE")
     if flags.suite and subject.plan and not flags.is_given("lengths"):
         flags = flags.model_copy(update={"lengths": subject.plan.evaluated_lengths or flags.lengths})
     subject = subject.checked(flags, () if flags.prompts_file else flags.lengths)
+    flags.register_methods()
     with only_writer(flags.out):
         (_suite if flags.suite else _tasks)(subject, flags)
 
@@ -170,7 +167,7 @@ def _tasks(subject: Subject, flags: EvalFlags) -> None:
 
 def _suite(subject: Subject, flags: EvalFlags) -> None:
     """Runs what the file does not hold yet, and prints a table of each plan."""
-    plans = _plans(subject, flags)
+    plans = {PLAN: subject.plan} if subject.plan else {}
     from sparsekv.bench.suite import SuiteRun, SuiteSamples, SuiteTable, check_continued, run_suite
     from sparsekv.bench.suite_table import suite_data, suite_text
     from sparsekv.planner.progress import BarProgress
@@ -199,19 +196,6 @@ def _suite(subject: Subject, flags: EvalFlags) -> None:
         emit_json(suite_data(table) | {"path": str(flags.out) if flags.out else None})
     else:
         emit(suite_text(table))
-
-
-def _plans(subject: Subject, flags: EvalFlags) -> dict[str, Plan]:
-    found = {PLAN: subject.plan} if subject.plan else {}
-    for one in flags.beside:
-        name, _, place = one.partition("=")
-        if not (name and place) or name in (DENSE, *found):
-            raise UsageError(
-                f"expected --beside NAME=FILE, with a name of its own other than {DENSE} and {PLAN}, found "
-                f"{one!r:.60}; write it as minference=preset.yaml"
-            )
-        found[name] = load_plan(plan_file(Path(place)))
-    return found
 
 
 # --- the table, and its JSON ------------------------------------------------------------------------------------------

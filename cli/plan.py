@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from sparsekv.cli import commands
-from sparsekv.cli.arguments import Output, Subject, settings_of
+from sparsekv.cli.arguments import Output, OwnMethods, Subject, settings_of
 from sparsekv.cli.output import emit_json, emit_verdict, tell
 from sparsekv.cli.plan_files import PlanFiles, outcomes_beside, own_prompts
 from sparsekv.planner.flags import Flag, Key, Unread
@@ -29,7 +29,7 @@ _PROFILED = ("preset", "calibration_samples", "prompts_file")
 _MACHINE = (*Hardware.model_fields, "device_map")
 
 
-class PlanFlags(PlanFiles, PlanOptions, Output):
+class PlanFlags(PlanFiles, PlanOptions, OwnMethods, Output):
     group: ClassVar = "Verification"
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(_PROFILED, "a profile brings what it was made with", ("profile",)),
@@ -71,6 +71,7 @@ def plan(flags: PlanFlags) -> None:
     profile = _profile(flags, wanted)
     if flags.needs_model:
         subject = subject.checked(flags, wanted.lengths)
+    flags.register_methods()
     # Imports torch and transformers, which takes seconds: what is wrong with the call was said by now.
     from sparsekv.planner.plan import compile_plan
     from sparsekv.planner.profile.resume import left_aside

@@ -78,7 +78,6 @@ def report(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the page goes.")] = Path(
         "report.html"
     ),
-    as_json: Json = False,
 ) -> None:
     """Write a plan as one self-contained page: budgets of heads, a head on the matrix, time and quality by length."""
     check_replaceable(out, "-o", "page")
@@ -98,10 +97,7 @@ def report(
     table = _suite_of(loaded, given["suite"]) if "suite" in given else None
     own = _own_of(loaded, given["own"]) if "own" in given else None
     write_bytes(out, page_of(loaded, sentences(loaded, str(plan)), profiled, compared, table, own).encode())
-    if as_json:
-        emit_json({"path": str(out), "model": loaded.model.id, "status": loaded.status})
-    else:
-        emit(f"{out}: the page of {loaded.model.id}, {loaded.status_text}")
+    emit(f"{out}: the page of {loaded.model.id}, {loaded.status_text}")
 
 
 def _suite_of(plan: Plan, path: Path) -> SuiteTable:
@@ -244,8 +240,8 @@ def seal(plan: PlanArgument, as_json: Json = False) -> None:
         emit(f"{plan}: " + "; ".join(sealed.notes))
 
 
-def schema(as_json: Json = False) -> None:
-    """Print the JSON Schema of the plan file, for editors and other tools (always JSON)."""
+def schema() -> None:
+    """Print the JSON Schema of the plan file, for editors and other tools."""
     emit_json(json_schema())
 
 

@@ -108,6 +108,7 @@ def run(flags: RunFlags) -> None:
     subject = flags.subject
     used = None if flags.dense else subject.need_plan("; or add --dense, which runs without a plan")
     subject = subject.checked(flags)
+    flags.register_methods()
     text = given_prompt(flags.prompt, flags.prompt_file)
     if text is None and (flags.as_json or flags.compare or flags.dry_run):
         raise UsageError(

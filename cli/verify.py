@@ -85,6 +85,7 @@ def verify(flags: VerifyFlags) -> None:
     """
     subject = flags.subject
     plan = subject.need_plan()
+    flags.register_methods()
     if not flags.write:
         _verify(flags, subject, plan)
         return

@@ -1,9 +1,9 @@
 """Methods from outside: a prefill rule, a decode selector or an eviction score is one class with a name, by which plans
 and commands then know it.
 
-A package names its classes as entry points of the group `sparsekv.methods`; `--methods FILE.py` of `sparsekv compare`
-registers the classes of a file for that call. Such a file is code, so that the command line alone names one, never a
-plan or the folder of a model.
+A package names its classes as entry points of the group `sparsekv.methods`; `--methods FILE.py` registers the classes
+of a file for one call. Such a file is code, so that the command line alone names one, never a plan or the folder of a
+model.
 
 Shapes: B batch, H query heads, G KV heads, S queries, K keys so far, L new keys, N query heads of a KV head, W observed
 queries, P pages, T row tiles, M key tiles, D head size; g is 1 or G.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -27,7 +27,7 @@ import torch
 from sparsekv.kernels.keys import PLAIN, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UsageError, did_you_mean
-from sparsekv.plans.patterns import METHOD_NAME, Pattern, Registered, TileShape, fraction
+from sparsekv.plans.patterns import METHOD_NAME, PATTERNS, Pattern, Registered, TileShape, fraction
 from sparsekv.plans.phases import BUILT_IN_SCORE
 
 GROUP = "sparsekv.methods"
@@ -150,6 +150,7 @@ class EvictionScore(Method):
         raise NotImplementedError
 
 
+_RESERVED = {BUILT_IN_SCORE: "the score of plans", **dict.fromkeys(PATTERNS, "a pattern of plans")}
 KINDS = (PrefillRule, DecodeSelector, EvictionScore)
 Kind = TypeVar("Kind", bound=Method)
 
@@ -198,8 +199,8 @@ def _check_name(kind: type[Method], methods: Mapping[str, Method]) -> None:
             f"{kind.name!r:.80} of {origin}; rename it"
         )
     taken = _origin(type(methods[kind.name])) if kind.name in methods else origin
-    if kind.name == BUILT_IN_SCORE or taken != origin:
-        other = "the score of plans" if kind.name == BUILT_IN_SCORE else taken
+    if kind.name in _RESERVED or taken != origin:
+        other = _RESERVED.get(kind.name, taken)
         raise UsageError(f"expected a name of its own for {origin}, found {kind.name}, which is {other}; rename it")
 
 
@@ -211,13 +212,19 @@ def register_file(path: Path) -> list[str]:
     """Runs a file and registers the methods that it defines.
 
     Raises:
-        UsageError: there is no such file, or no method in it.
+        UsageError: there is no such file, it fails, or no method is in it.
     """
     spec = spec_from_file_location(f"methods of {path.resolve()}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise UsageError(f"expected a Python file of methods, found no {path}; name one that is there")
     module = sys.modules[spec.name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(
+            f"expected a Python file of methods, found that {path} fails: {type(error).__name__}: {error}; correct it "
+            "(sparsekv --debug prints the traceback)"
+        ) from error
     own = [one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == module.__name__]
     classes = [one for one in own if issubclass(one, Method) and one.name]
     if not classes:
@@ -226,8 +233,11 @@ def register_file(path: Path) -> list[str]:
     return register(classes)
 
 
-def method_of(kind: type[Kind], name: str) -> Kind:
+def method_of(kind: type[Kind], name: str, beside: Sequence[str] = ()) -> Kind:
     """The registered method of a kind.
+
+    Args:
+        beside: other names that the caller takes.
 
     Raises:
         UsageError: nobody registered it.
@@ -235,6 +245,14 @@ def method_of(kind: type[Kind], name: str) -> Kind:
     known: Mapping[str, Kind] = {key: one for key, one in registry().items() if isinstance(one, kind)}
     if name not in known:
         raise UsageError(
-            f"expected a registered {kind.__name__}, found {name!r:.60}{did_you_mean(name, known)}; install its package"
+            f"expected {''.join(f'{one}, ' for one in beside)}{'or ' if beside else ''}a registered {kind.__name__}, "
+            f"found {name!r:.60}{did_you_mean(name, (*beside, *known))}; install its package, or name its file "
+            "(--methods FILE)"
         )
     return known[name]
+
+
+def code_of(method: Method) -> str:
+    """The source of the file that defines a method; empty where there is none."""
+    file = inspect.getsourcefile(type(method))
+    return Path(file).read_text() if file and Path(file).is_file() else ""

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparsekv.kernels.methods import EvictionScore, method_of
 from sparsekv.planner.allocate import solve
 from sparsekv.planner.decode_trials import DecodeTrials, Prefix, Steps
 from sparsekv.planner.evaluation.predictions import divergence
@@ -31,7 +32,7 @@ from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import fraction, tokens
-from sparsekv.plans.phases import RECENT, SINK, Eviction
+from sparsekv.plans.phases import BUILT_IN_SCORE, RECENT, SINK, Eviction
 from sparsekv.runtime.core.select import rows_to_cache
 from sparsekv.runtime.core.state import Observed
 from sparsekv.runtime.hf.load import LoadedModel
@@ -82,7 +83,7 @@ def search_eviction(job: Job, progress: Progress | None = None) -> tuple[tuple[E
         f"{1 - _spent(layers, layout, length):.0%} of the cache is evicted; of {len(layouts)} layouts of as many bytes "
         f'"{name}" is nearest to dense: {together.min():.3g} nats on calibration prompts ({", ".join(others)})'
     )
-    return rules_of(job.model, layout), (remark,)
+    return rules_of(job.model, layout, options.score), (remark,)
 
 
 def damage_beside(layout: Layout, layers: Sequence[int], mean: Callable[[Sequence[Layout]], np.ndarray]) -> np.ndarray:
@@ -175,15 +176,21 @@ def by_hand(layers: Sequence[int], retain: float, length: int) -> dict[str, Layo
     return {name: layout for name, layout in shares.items() if layout and min(layout.values()) >= 0}
 
 
-def rule_of(layers: tuple[int, ...], share: float) -> Eviction:
-    """Keeps a share of all tokens, and the first and last ones."""
+def rule_of(layers: tuple[int, ...], share: float, score: str | None = None) -> Eviction:
+    """Keeps a share of all tokens, and the first and last ones; by a score from outside of each head by itself."""
     return Eviction(
-        layers=layers, keep=fraction(round(share, 4)) if round(share, 4) else tokens(0), sink=SINK, recent=RECENT,
-        generated=_GENERATED, score="attention_sum", observe=_OBSERVED, heads="max",
-    )  # fmt: skip
+        layers=layers,
+        keep=fraction(round(share, 4)) if round(share, 4) else tokens(0),
+        sink=SINK,
+        recent=RECENT,
+        generated=_GENERATED,
+        score=score or BUILT_IN_SCORE,
+        observe=method_of(EvictionScore, score).observe if score else _OBSERVED,
+        heads="per_kv_head" if score else "max",
+    )
 
 
-def rules_of(model: ModelInfo, layout: Layout) -> tuple[Eviction, ...]:
+def rules_of(model: ModelInfo, layout: Layout, score: str | None = None) -> tuple[Eviction, ...]:
     """Layers of equal shares together, ascending; first those that keep all, up to the context."""
     together: dict[float, list[int]] = {}
     context = model.context_length
@@ -192,7 +199,8 @@ def rules_of(model: ModelInfo, layout: Layout) -> tuple[Eviction, ...]:
             together.setdefault(round(share, 4), []).append(layer)
     dropping = {layer for layers in together.values() for layer in layers}
     whole = tuple(layer for layer in model.full_layers if layer not in dropping)
-    every = [rule_of(tuple(layers), share) for share, layers in sorted(together.items(), key=lambda entry: entry[1])]
+    shares = sorted(together.items(), key=lambda entry: entry[1])
+    every = [rule_of(tuple(layers), share, score) for share, layers in shares]
     return (*((Eviction(layers=whole, keep="all"),) if whole else ()), *every)
 
 
@@ -231,12 +239,12 @@ class EvictionTrials(DecodeTrials):
     def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         self._observed: dict[int, Observed] = {}
-        self._until = 0
+        self._until = self._newest = 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor | None:
         if call.chunk.longest <= self._until:
-            newest = Observed(call.q_BHSD[:, :, -_OBSERVED:], call.scale, call.softmax)
-            self._observed[call.layer] = newest.before(self._observed.get(call.layer), _OBSERVED)
+            newest = Observed(call.q_BHSD[:, :, -self._newest :], call.scale, call.softmax)
+            self._observed[call.layer] = newest.before(self._observed.get(call.layer), self._newest)
         return super().attend(call)
 
     def damages(self, prompt: CalibrationPrompt, layouts: Sequence[Layout], options: Settled) -> list[float]:
@@ -247,7 +255,7 @@ class EvictionTrials(DecodeTrials):
         for layout in layouts:
             for layer, share in layout.items():
                 if (layer, share) not in rows:
-                    rows[layer, share] = self.cached(prefix, layer, rule_of((layer,), share))
+                    rows[layer, share] = self.cached(prefix, layer, rule_of((layer,), share, options.score))
             kept = {layer: rows[layer, share] for layer, share in layout.items()}
             damages.append(float(divergence(prefix.dense_1RV, self.log_probabilities(prefix, kept))))
         return damages
@@ -255,6 +263,7 @@ class EvictionTrials(DecodeTrials):
     def observed(self, prompt: CalibrationPrompt, options: Settled) -> Prefix:
         """Runs a prompt densely, and watches its last queries."""
         self._observed, self._until = {}, max(1, prompt.answer_start - 1)
+        self._newest = rule_of((0,), 1.0, options.score).observe or 0
         prefix = self.prefilled(prompt, _STEPS.get(self._loaded.model.device.type, _FEW_STEPS), options)
         self._until = 0
         return prefix

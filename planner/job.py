@@ -14,12 +14,21 @@ from itertools import islice
 
 import torch
 
+from sparsekv.kernels.methods import EvictionScore, PrefillRule, method_of
 from sparsekv.planner.evaluation import EvalSamples
 from sparsekv.planner.evaluation.batches import batches, prompt_step
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.evaluation.predictions import answered, prefill
 from sparsekv.planner.filter_layers import check_filters
-from sparsekv.planner.options import DecodeSearch, PlanOptions, Search, Settled, set_aside, settle
+from sparsekv.planner.options import (
+    KNOWN_FAMILIES,
+    DecodeSearch,
+    PlanOptions,
+    Search,
+    Settled,
+    set_aside,
+    settle,
+)
 from sparsekv.planner.prices import HeadShape
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, held_out
 from sparsekv.planner.profile.profile_data import Profile, check_model, for_profile
@@ -29,6 +38,8 @@ from sparsekv.planner.verify_cells import tasks_tested
 from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.model import INDEXED, ModelInfo
+from sparsekv.plans.patterns import PATTERNS
+from sparsekv.plans.phases import RECENT
 from sparsekv.runtime.hf.dequantise import is_dequantised
 from sparsekv.runtime.hf.describe import takes_one_piece
 from sparsekv.runtime.hf.load import LoadedModel, load_config
@@ -176,6 +187,19 @@ def _check(model: ModelInfo, options: Settled, profile: Profile | None) -> None:
         )
     if "decode" in options.phases:
         check_filters(model, options)
+    if profile is None:
+        for name in (name for name in options.families if name not in PATTERNS):
+            method_of(PrefillRule, name, KNOWN_FAMILIES)
+    if options.score is not None:
+        _check_score(method_of(EvictionScore, options.score))
+
+
+def _check_score(score: EvictionScore) -> None:
+    if score.needs_statistics or score.shares_budget or (score.keeps_observed and score.observe > RECENT):
+        raise UsageError(
+            f"expected an eviction score without statistics of queries, budgets that heads share or more than {RECENT} "
+            f"observed tokens that stay, found {score.name}; `sparsekv compare --phase eviction` alone runs it"
+        )
 
 
 def _checked(name: str, profile: Profile) -> str:

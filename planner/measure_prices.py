@@ -21,8 +21,9 @@ import torch
 from sparsekv.kernels.backends import choose_backend, decode_attention, dense_prefill, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView, full_view
+from sparsekv.kernels.methods import PrefillRule, method_of
 from sparsekv.kernels.tiles import Chunk, TileIndex, density
-from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
+from sparsekv.planner.options import FAMILIES, Family
 from sparsekv.planner.prices import HeadShape, Prices, StepPrices, Table
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.plans.patterns import PATTERNS, AShape, Dense, Pattern, TileShape, VerticalSlash, tokens
@@ -69,7 +70,7 @@ def measure_prices(
         float8: whether keys and values are cached in 8 bits.
     """
     choice = choose_backend(device, dtype, shape.head_dim, backend, tile)
-    timed_families = tuple(name for name in KNOWN_FAMILIES if name in FAMILIES or name in families)
+    timed_families = tuple(dict.fromkeys((*FAMILIES, *families)))
     bench = Bench(shape, device, dtype, tile, timed_families, choice.name, float8)
     timed = timed_lengths(shape, lengths)
     with (progress or Progress()).stage("cost", total=sum(map(prefill_work, timed))) as step:
@@ -88,6 +89,10 @@ def timed_lengths(shape: HeadShape, lengths: Sequence[int]) -> tuple[int, ...]:
     spaced = np.geomspace(_SHORTEST, longest, count)
     planned = (length for length in lengths if length <= max(most, longest))
     return tuple(sorted({*(round(float(length) / _ROUND) * _ROUND for length in spaced), *planned}))
+
+
+def _timed(family: Family, length: int) -> Pattern:
+    return PATTERNS[family].timed(length) if family in PATTERNS else method_of(PrefillRule, family).pattern(0.25)
 
 
 def step_us(launches: Sequence[Launch], device: torch.device) -> float:
@@ -176,7 +181,7 @@ class Bench:
         dense = partial(dense_prefill, q_BHSD, k_BGSD, v_BGSD, chunk, scale=scale, backend=backend)
         points.append(("dense", 1.0, dense))
         for family in self.families:
-            pattern = PATTERNS[family].timed(length)
+            pattern = _timed(family, length)
             for count in sorted({1, heads}):
                 some = (pattern,) * count + (Dense(),) * (heads - count)
                 points.append((f"index {family}", count, partial(build, some)))

@@ -37,7 +37,7 @@ from sparsekv.planner.flags import (
     words,
 )
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import PATTERNS, TileShape, fraction, mandatory_density
+from sparsekv.plans.patterns import PATTERNS, MethodName, TileShape, fraction, mandatory_density
 from sparsekv.plans.phases import CHOSEN_SHARE
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import KVDtype, format_length
@@ -176,7 +176,7 @@ FAMILIES = tuple(name for name in _SEARCHED if PATTERNS[name].by_default)
 KNOWN_FAMILIES = (*FAMILIES, *(name for name in _SEARCHED if name not in FAMILIES))  # the others when asked for
 PRESET_FAMILIES = tuple(name for name, kind in PATTERNS.items() if kind.published(TileShape()))
 
-Family = Annotated[str, one_of(KNOWN_FAMILIES)]
+Family = MethodName  # of patterns, or the name of a prefill rule from outside
 Preset = Literal["minference"]
 DECODE_BUDGET = fraction(CHOSEN_SHARE)
 LOSS = 0.01  # nats, half of fixed_test.MEAN_NATS: the search leaves room
@@ -223,7 +223,11 @@ class Search(Options):
         tuple[Family, ...],
         text(words),
         AfterValidator(each_once),
-        Field(description=f"Patterns to search, of {', '.join(KNOWN_FAMILIES)}; the first by default."),
+        Flag(
+            f"Patterns to search, of {', '.join(KNOWN_FAMILIES)}, and prefill rules of your own by name; the first by "
+            "default.",
+            metavar="NAMES",
+        ),
     ] = ()
     tile: Annotated[Tile, Field(description="Rows and columns of a tile; 128, under the preset 64.")] = None
     # The ladder of densities that is profiled, as multiples of the target or the usual density of a length, so that one
@@ -256,6 +260,10 @@ class DecodeSearch(Options):
             metavar="SHARE",
         ),
     ] = None
+    score: Annotated[
+        MethodName | None,
+        Flag("With --retain: by an eviction score of your own in place of attention.", metavar="NAME"),
+    ] = None
     few_groups: Annotated[
         bool, Key("With `retain`, one share for all layers that evict, in few groups of block tables for vLLM.", "true")
     ] = False
@@ -276,7 +284,7 @@ class PlanOptions(Targets, Search, DecodeSearch, Drawn, Hardware):
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(("target_density", "levels"), "each is a target", ("preset",)),
         Unread(("filter_layers", "decode_budget", "offload"), "an evicting layer is in no segment", ("retain",)),
-        Unread(("few_groups",), "no layer evicts", without=("retain",)),
+        Unread(("few_groups", "score"), "no layer evicts", without=("retain",)),
         Unread(("retain",), "the decode that is planned alone is that of filter layers", (("phases", ("decode",)),)),
     )
     # The caller's own, instead of samples of tasks: half of them are set aside, to verify the plan on.

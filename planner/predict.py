@@ -18,7 +18,7 @@ from sparsekv.planner.options import Family
 from sparsekv.planner.prices import Floats, Prices
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.model import AttentionGroup, ModelInfo
-from sparsekv.plans.patterns import Dense, Pattern, TileShape
+from sparsekv.plans.patterns import PATTERNS, Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodePlan, PrefillBucket, PrefillPlan, Segment
 from sparsekv.plans.schema import Cost, Estimate, LayerCounts, Prediction
 
@@ -127,10 +127,9 @@ def layer_times(cost: Prices, tables: ScoreTables, choice: Choice) -> tuple[Floa
     dense_L = cost.dense_us(tokens) * (choice != ABSENT).sum(1) / cost.shape.heads
     shares = tables.take(tables.tiles_LCH, choice, 1.0), tables.take(tables.columns_LCH, choice, 0.0)
     sparse_L = np.where(choice == ABSENT, 0.0, cost.heads_us(*shares, tokens)).sum(1)
-    index = {family: cost.index_us(family, tokens) for family in cost.index}
     for row, choice_H in enumerate(choice):
         for family, heads in heads_by_pattern(tables, row, choice_H).items():
-            launch_us, head_us = index[family]
+            launch_us, head_us = cost.index_us(family, tokens)
             sparse_L[row] += launch_us + heads * head_us
     return dense_L, np.where((choice >= 0).any(1), sparse_L, dense_L)
 
@@ -140,7 +139,8 @@ def head_times(cost: Prices, tables: ScoreTables) -> Floats:
     and its part of an index launch of all heads. At most 1, as hosts are dense where sparse attention is slower."""
     entry, length = tables.entry, tables.entry.length
     # Families that were profiled but not priced are not among those asked for.
-    index = {name: cost.index_us(name, length) for name in cost.index}
+    priced = {one.family for one in entry.candidates if one.family in cost.index or one.family not in PATTERNS}
+    index = {name: cost.index_us(name, length) for name in priced}
     launch_C, index_C = np.array([*(index.get(one.family, (0.0, np.inf)) for one in entry.candidates), (0.0, np.inf)]).T
     index_C = index_C + launch_C / cost.shape.heads
     sparse_LCH = cost.heads_us(tables.tiles_LCH, tables.columns_LCH, length) + index_C[tables.candidate_LCH]

@@ -275,6 +275,6 @@ class _Run:
     def _in_step(self, call: AttentionCall, patterns: Sequence[Pattern], chunk: Chunk) -> torch.Tensor:
         q_BHSD = call.q_BHSD[:, :, chunk.past[0] : chunk.longest]
         k_BGSD, v_BGSD = (x[:, :, : chunk.longest] for x in (call.k_BGKD, call.v_BGKD))
-        how: dict[str, Any] = {"scale": call.scale, "softmax": call.softmax, "backend": self._backend}
-        index = build_index(patterns, q_BHSD, k_BGSD, chunk, self._tile, scale=call.scale, softmax=call.softmax)
-        return prefill_attention(q_BHSD, k_BGSD, v_BGSD, index, chunk, **how).out_BHSD
+        how: dict[str, Any] = {"scale": call.scale, "softmax": call.softmax}
+        index = build_index(patterns, q_BHSD, k_BGSD, chunk, self._tile, layer=call.layer, **how)
+        return prefill_attention(q_BHSD, k_BGSD, v_BGSD, index, chunk, backend=self._backend, **how).out_BHSD

@@ -379,5 +379,6 @@ def mandatory_density(length: int, tile: TileShape, family: str, past: int = 0) 
     tokens that is most of the triangle, at 128K next to nothing.
     """
     rows = [(first, min(first + tile.query, length) - 1) for first in range(past, length, tile.query)]
-    least = sum(PATTERNS[family].least_tiles(first, last, tile) for first, last in rows)
+    kind = PATTERNS.get(family, Registered)
+    least = sum(kind.least_tiles(first, last, tile) for first, last in rows)
     return least / sum(last // tile.key + 1 for _, last in rows)

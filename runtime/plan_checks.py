@@ -90,10 +90,11 @@ def _from_outside(plan: Plan, host: Host) -> Iterator[str]:
     scores = {rule.score or "" for rule in plan.evicting.values() if not rule.is_built_in}
     named: dict[type[Method], frozenset[str] | set[str]] = {EvictionScore: scores}
     named[PrefillRule] = plan.prefill.rules if plan.prefill else frozenset()
+    or_file = "" if host.is_engine else ", or name its file (--methods FILE)"
     for kind, name in ((kind, name) for kind, names in named.items() for name in sorted(names)):
         method, what = registry().get(name), f"the {kind.__name__} {name}"
         if not isinstance(method, kind):
-            yield f"{what}, which nobody registered here: install its package"
+            yield f"{what}, which nobody registered here: install its package{or_file}"
         elif isinstance(method, EvictionScore) and (method.needs_statistics or method.shares_budget):
             yield f"{what}, of which `sparsekv compare` alone has the statistics or the masks: use another score"
         elif host.is_engine and not method.engines:

@@ -14,12 +14,12 @@ HEAD = """# Commands
 Made by `python tools/build_command_page.py` from what `--help` says.
 
 `MODEL` is an alias (`tiny-retriever`, `llama3.1-8b`, `qwen2.5-7b-1m`, ...), a hub id, a folder or a GGUF file (which
-takes the extra `[gguf]`). Data goes to standard output and progress to standard error; every command takes `--json`,
-with which a failure is an object with `error` too. Exit codes: 0 done, 1 a check or gate failed, 2 usage, 3 plan and
-model do not match; `validate` exits 1 for a file that is no sound plan, `diff` 1 for plans that differ, 128 + n what
-signal n ended (130 by Ctrl-C, 141 where `| head` has read enough). `--set KEY=VALUE`, which may be repeated, sets what
-has no flag. Flags and keys go over `SPARSEKV_DEVICE`, `SPARSEKV_DTYPE` and `SPARSEKV_BACKEND`, which go over defaults.
-Lengths such as `32k` are 32,768 tokens, `1m` is 1,048,576.
+takes the extra `[gguf]`). Data goes to standard output and progress to standard error; commands with a result take
+`--json`, with which a failure is an object with `error` too. Exit codes: 0 done, 1 a check or gate failed, 2 usage, 3
+plan and model do not match; `validate` exits 1 for a file that is no sound plan, `diff` 1 for plans that differ, 128 +
+n what signal n ended (130 by Ctrl-C, 141 where `| head` has read enough). `--set KEY=VALUE`, which may be repeated,
+sets what has no flag. Flags and keys go over `SPARSEKV_DEVICE`, `SPARSEKV_DTYPE` and `SPARSEKV_BACKEND`, which go over
+defaults. Lengths such as `32k` are 32,768 tokens, `1m` is 1,048,576.
 """
 
 

@@ -189,7 +189,8 @@ def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Pr
     searched = {candidate.family for entry in profile.lengths for candidate in entry.candidates}
     _check_agrees(options, profile, fixed)
     _check_holds(options, profile, searched)
-    fixed["families"] = options.families or tuple(family for family in KNOWN_FAMILIES if family in searched)
+    ordered = (*KNOWN_FAMILIES, *sorted(searched.difference(KNOWN_FAMILIES)))
+    fixed["families"] = options.families or tuple(family for family in ordered if family in searched)
     lengths = options.lengths or tuple(entry.length for entry in profile.lengths)
     own = tuple(entry for entry in profile.lengths if entry.length in lengths)
     return options.but(lengths=lengths, levels=(), **fixed), profile.model_copy(update={"lengths": own})

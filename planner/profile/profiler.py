@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from sparsekv.kernels.backends import choose_backend
+from sparsekv.kernels.methods import code_of, registry
 from sparsekv.planner.job import Job
 from sparsekv.planner.options import Settled
 from sparsekv.planner.profile.calibration import CalibrationPrompt, digest_of_calibration
@@ -42,6 +43,7 @@ from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
 from sparsekv.planner.profile.similarity import ReuseScores, token_choice
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.records import RunFile, versions
+from sparsekv.plans.patterns import PATTERNS
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.describe import attention_modules, config_of
@@ -133,6 +135,7 @@ def _identity(loaded: LoadedModel, options: Settled, prompts: Prompts, backend: 
         "prompts": digest_of_calibration(prompts),
         "seed": options.seed,  # of the tokens that gradients are taken at
         "versions": versions(),
+        "rules": [code_of(registry()[name]) for name in options.families if name not in PATTERNS],
     }
 
 
@@ -223,7 +226,7 @@ class ProfilePass:
         call, tile, end = found.call, self._options.tile, self._prompt.answer_start
         q_BHSD, k_BGSD, v_BGSD = (x[:, :, :end] for x in (call.q_BHSD, call.k_BGKD, call.v_BGKD))
         steps = in_steps(end, self._step, tile)
-        prefix = CommonPrefix(q_BHSD, k_BGSD, steps, tile, call.scale, softmax=call.softmax)
+        prefix = CommonPrefix(q_BHSD, k_BGSD, steps, tile, call.scale, softmax=call.softmax, layer=call.layer)
         prefix = prefix.with_lines(aim.patterns.last_q for aim in self._aims if aim.patterns.last_q)
         stride, runs = self._options.row_stride_at(self._length), _RUNS.get(q_BHSD.device.type)
         rows = SampledRows.of(steps, self._prompt.tail_start, tile, stride, runs)

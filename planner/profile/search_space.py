@@ -26,21 +26,44 @@ from torch.nn.functional import pad
 from sparsekv.kernels.index.build import build_index, layer_lines
 from sparsekv.kernels.index.layout import LineScores
 from sparsekv.kernels.keys import PLAIN, Softmax
+from sparsekv.kernels.methods import PrefillRule, method_of
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
 from sparsekv.planner.options import Settled, density_for
 from sparsekv.planner.profile.profile_data import Candidate
-from sparsekv.plans.patterns import PATTERNS, AShape, Pattern, PatternRange, TileShape, mandatory_density, tokens
+from sparsekv.plans.patterns import (
+    PATTERNS,
+    AShape,
+    Grid,
+    Pattern,
+    PatternRange,
+    SizeRange,
+    TileShape,
+    mandatory_density,
+    tokens,
+)
 
 # Densities are rounded; one that is the target but for rounding is the target.
 ROUNDING = 1e-4
 
 
 def search_space(options: Settled, length: int) -> tuple[PatternRange, ...]:
-    """Returns what to search at a length, of the families asked for: our own ranges, or those of MInference 1.0."""
+    """Returns what to search at a length, of the families asked for: our own ranges, or those of MInference 1.0, and
+    rules from outside."""
     tile, kinds = options.tile, [kind for name, kind in PATTERNS.items() if name in options.families]
+    ruled = (range_of_rule(name, length) for name in options.families if name not in PATTERNS)
     if options.preset is not None:
-        return tuple(one for kind in kinds for one in kind.published(tile))
-    return tuple(one for kind in kinds for one in kind.ranges(tile, length))
+        return (*(one for kind in kinds for one in kind.published(tile)), *ruled)
+    return (*(one for kind in kinds for one in kind.ranges(tile, length)), *ruled)
+
+
+def range_of_rule(name: str, length: int) -> PatternRange:
+    """The budgets of a registered prefill rule, as tokens of a context of `length`."""
+    rule, grid = method_of(PrefillRule, name), Grid(1, None)
+
+    def pattern(size: int, _: int) -> Pattern:
+        return rule.pattern(min(1.0, grid.value(size + 1) / length)).in_tokens(length)
+
+    return SizeRange(name, name, lambda most: grid.count(most) - 1, pattern)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +166,7 @@ class CommonPrefix:
     scale: float
     lines: Mapping[int, LineScores] = field(default_factory=dict)  # by last_q; others are scored when needed
     softmax: Softmax = PLAIN
+    layer: int = 0
 
     def with_lines(self, last_q: Iterable[int]) -> CommonPrefix:
         """The same, with the lines of these samples scored once for all the indices to come."""
@@ -185,6 +209,7 @@ class CommonPrefix:
             scale=self.scale,
             lines=self.lines,
             softmax=self.softmax,
+            layer=self.layer,
         )
 
     @property

@@ -96,17 +96,6 @@ def test_a_run_that_was_interrupted_goes_on(sparsekv, folder, tmp_path, few, ctr
     assert len(whole) == 6
 
 
-def test_further_plans_stand_beside_by_their_names(sparsekv, folder, tmp_path, few):
-    half, file = tmp_path / "half.yaml", tmp_path / "ruler.json"
-    write_plan(load_plan(folder / "sparsekv.yaml").model_copy(update={"decode": None}), half)
-    call = ("eval", folder, "--suite", "ruler", "--length", "768", "--samples", 1, "-o", file, "--json")
-    first = sparsekv(*call).data
-    data = sparsekv(*call, "--beside", f"half={half}").data
-    assert [method["method"] for method in data["methods"]] == ["dense", "plan", "half"]
-    assert data["methods"][:2] == first["methods"]
-    assert data["methods"][2]["decode_share"] == {"768": 1.0}
-
-
 def test_without_lengths_a_suite_runs_at_two_inside_each_bucket_of_the_plan(sparsekv, copy, few, monkeypatch) -> None:
     plan = load_plan(copy / "sparsekv.yaml")
     buckets = tuple(plan.prefill.lengths[0].model_copy(update={"up_to": end}) for end in (700, 1024, 2048, None))

@@ -88,11 +88,12 @@ def test_a_bug_shows_its_traceback_only_with_debug(sparsekv, on_output, flags, s
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_inside_a_command_is_told_with_its_exit_code(sparsekv, on_output, number):
+def test_a_signal_inside_a_command_is_told_with_its_exit_code(sparsekv, tmp_path, on_output, number):
+    write_plan(small_plan(), tmp_path / "plan.yaml")
     on_output(lambda: signal.raise_signal(number))
     before = signal.signal(number, signal.SIG_DFL)
     try:
-        done = sparsekv("schema", "--json")
+        done = sparsekv("show", tmp_path / "plan.yaml", "--json")
     finally:
         signal.signal(number, before)
     assert (done.code, done.err.count("\n")) == (128 + number, 1)
@@ -146,7 +147,7 @@ class Importing:
 sys.meta_path.insert(0, Importing())
 main()
 """
-    call = [sys.executable, "-c", program, "schema", "--json"]
+    call = [sys.executable, "-c", program, "show", "plan.yaml", "--json"]
     by_default = partial(signal.signal, number, signal.SIG_DFL)  # under nohup it would be ignored
     done = subprocess.run(call, capture_output=True, text=True, timeout=60, preexec_fn=by_default)
     told = json.loads(done.stdout)["error"]
@@ -188,7 +189,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path, arguments):
     assert done.returncode == 141  # as what SIGPIPE ends
 
 
-@pytest.mark.parametrize("arguments", [("schema",), ("schema", "--json"), ("--help",)])
+@pytest.mark.parametrize("arguments", [("schema",), ("--help",)])
 def test_a_full_disk_behind_standard_output_is_told_in_one_line(arguments):
     with open("/dev/full", "w") as full:
         done = subprocess.run(

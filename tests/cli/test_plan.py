@@ -12,6 +12,8 @@ from own_texts import text_of
 from plans_samples import quality_at
 from tiny_models import tiny_model
 
+from sparsekv.kernels.methods import registry
+from sparsekv.planner import eviction_search
 from sparsekv.planner.fixed_test import SMALL, Cell, FixedTest
 from sparsekv.planner.verify import Verification
 from sparsekv.plans.files import load_plan
@@ -79,6 +81,27 @@ def test_a_plan_from_files_needs_no_weights_and_says_so(sparsekv, model, measure
     done = sparsekv("plan", bare, "-o", out, *measured, "--no-verify")
     assert (done.code, "the weights of" in done.err) == (0, True), done.err
     assert not load_plan(out).prefill.bucket(1024).dense
+
+
+def test_a_plan_is_searched_and_run_by_a_rule_and_a_score_of_ones_own(sparsekv, model, out, monkeypatch):
+    example = Path(__file__).parents[2] / "examples" / "my_method.py"
+    mine = ("--methods", example)
+    for name in ("pooled", "key_norm"):  # which other tests of this process register
+        monkeypatch.delitem(registry(), name, raising=False)
+    monkeypatch.setattr(eviction_search, "_SHARES", (0.5, 0.25))
+    asked = (*FAST, "--no-verify", "--families", "pooled", "--retain", 0.6, "--score", "key_norm", "--loss", 1)
+    assert "found 'pooled'; install its package, or name its file" in sparsekv("plan", model, "-o", out, *asked).err
+    done = sparsekv("plan", model, "-o", out, *asked, *mine)
+    assert done.code == 0, done.err
+    plan = load_plan(out)
+    assert plan.prefill.rules == {"pooled"}
+    assert {rule.score for rule in plan.evicting.values()} == {"key_norm"}
+    assert 0 < plan.cost.lengths[0].prefill.density < 1
+    call = ("run", model, "--plan", out, "-p", text_of(0, 900), "--max-new-tokens", 2, "--raw", "--sparse", "always")
+    assert sparsekv(*call, *mine).code == 0
+    for name in ("pooled", "key_norm"):
+        monkeypatch.delitem(registry(), name)
+    assert "PrefillRule pooled, which nobody registered here" in sparsekv(*call).err
 
 
 def test_fixed_filter_layers_and_the_budget_reach_the_plan(sparsekv, model, measured, out):

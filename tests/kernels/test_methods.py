@@ -138,13 +138,16 @@ def test_what_is_no_method_is_refused_by_what_was_expected(tmp_path: Path) -> No
         method_of(PrefillRule, "poold")
     with pytest.raises(UsageError, match="registered PrefillRule, found 'key_norm'"):
         method_of(PrefillRule, "key_norm")
-    for name in ("two words", "1st", "attention_sum"):
+    for name in ("two words", "1st", "attention_sum", "block_sparse"):
         with pytest.raises(UsageError, match=f"found '?{name}.*; rename it"):
             register([type("Named", (EvictionScore,), {"name": name})])
     with pytest.raises(UsageError, match=r"found key_norm, which is methods of .*my_method\.py\.KeyNorm"):
         register([type("Named", (EvictionScore,), {"name": "key_norm"})])
     (path := tmp_path / "empty.py").write_text("x = 1\n")
     with pytest.raises(UsageError, match="expected a class with a `name`"):
+        register_file(path)
+    path.write_text("import nothing_of_that_name\n")
+    with pytest.raises(UsageError, match=r"empty\.py fails: ModuleNotFoundError: No module named 'nothing_of"):
         register_file(path)
     with pytest.raises(UsageError, match="found no"):
         register_file(tmp_path / "none.py")

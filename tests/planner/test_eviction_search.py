@@ -1,5 +1,6 @@
 """Layers that keep less: the damage of each, budgets in bytes, and the plan that comes of it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from planner_models import bare_job, loaded_tiny, quick_options
 from tiny_plans import plan_for
 
+from sparsekv.kernels.methods import register_file
 from sparsekv.planner import eviction_search
 from sparsekv.planner.eviction_search import (
     EvictionTrials,
@@ -27,6 +29,7 @@ from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import apply
 
 LENGTH = 1024
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_method.py"
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +41,16 @@ def settled(**changes):
     return settle(quick_options(retain=0.4, **changes), 4096, "cpu")
 
 
-def test_a_trial_is_what_the_runtime_does(loaded):
+@pytest.mark.parametrize("score", [None, "key_norm"])
+def test_a_trial_is_what_the_runtime_does(loaded, score):
     """Rows of one pass over masks, beside decode steps of layers that dropped tokens."""
-    options, layout = settled(), {0: 0.25, 2: 0.05}
+    register_file(EXAMPLE)
+    options, layout = settled(score=score), {0: 0.25, 2: 0.05}
     (prompt,) = bare_job(loaded, options).calibration_prompts(LENGTH, 1)
     with EvictionTrials.on(loaded) as trials:
         nothing, found = trials.damages(prompt, [{}, layout], options)
         prefix = trials.prefilled(prompt, eviction_search._FEW_STEPS, options)
-    plan = plan_for(loaded.model, None, None, *(rule_of((layer,), share) for layer, share in layout.items()))
+    plan = plan_for(loaded.model, None, None, *(rule_of((layer,), share, score) for layer, share in layout.items()))
     ids = torch.from_numpy(prompt.ids.astype(np.int64))[None]
     with torch.no_grad(), apply(loaded.model, plan):
         cache = loaded.model(ids[:, : prefix.past]).past_key_values
