@@ -253,6 +253,8 @@ def method_of(kind: type[Kind], name: str, beside: Sequence[str] = ()) -> Kind:
 
 
 def code_of(method: Method) -> str:
-    """The source of the file that defines a method; empty where there is none."""
-    file = inspect.getsourcefile(type(method))
-    return Path(file).read_text() if file and Path(file).is_file() else ""
+    """The source of the file that defines a method; empty of one in a notebook."""
+    try:
+        return Path(inspect.getsourcefile(type(method)) or "").read_text()
+    except (TypeError, OSError):
+        return ""

@@ -1,5 +1,6 @@
 """The examples that need neither the network nor a GPU."""
 
+import json
 import runpy
 import sys
 import warnings
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import sparsekv
+from sparsekv.kernels.methods import registry
 from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan, Target
@@ -42,3 +44,17 @@ def test_the_one_for_transformers_takes_an_alias_and_a_plan(tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["with_transformers.py"])
     with pytest.raises(SystemExit, match=r"MODEL document\.txt"):
         runpy.run_path(str(EXAMPLES / "with_transformers.py"), run_name="__main__")
+
+
+def test_the_cells_of_the_notebook_run_in_their_order_and_it_holds_no_outputs(monkeypatch):
+    cells = json.loads((EXAMPLES / "my_method.ipynb").read_text())["cells"]
+    codes = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in codes)
+    monkeypatch.delitem(registry(), "largest_key", raising=False)
+    names = {"__name__": "a_notebook"}
+    for cell in codes:
+        exec("".join(cell["source"]), names)
+    monkeypatch.delitem(registry(), "largest_key")
+    assert names["plan"].prefill.rules == {"largest_key"}
+    assert 0 < names["share"] < 1
+    assert 0 < names["divergence"] < 0.5
