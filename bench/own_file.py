@@ -211,16 +211,18 @@ def result(file: OwnFile) -> str:
     if groups and not any(len(group.repeats) >= _PAIRS for group in groups):
         parts.insert(0, f"tells no gain: fewer than {_PAIRS} pairs of repeats")
     elif groups and not by_sign[1]:
-        parts.insert(0, "gains nothing: no figure is faster by this plan than dense beyond noise at all its lengths")
+        parts.insert(0, "gains nothing: no figure is faster by this plan than dense beyond noise")
     failed = [figure for figure in figures(file) if figure.failed]
     parts += [f"{len(failed)} figures failed: {failed[0].words}: {failed[0].failed}"] if failed else []
     return "; ".join(parts) or "nothing was measured"
 
 
 def _groups(file: OwnFile) -> Iterator[_Group]:
-    """Figures that were timed, by half, name and requests at once; turns are summed up by their session."""
+    """Figures that were timed, by half, name and requests at once, at the longest length alone where lengths do not
+    agree; turns are summed up by their session."""
     groups = defaultdict[tuple[Half, Name, int], list[OwnFigure]](list)
     for figure in figures(file):
         if figure.medians and figure.name != "turn":
             groups[figure.half, figure.name, figure.at_once].append(figure)
-    return map(_Group, map(tuple, groups.values()))
+    for group in map(_Group, map(tuple, groups.values())):
+        yield group if group.sign else _Group((max(group.figures, key=lambda figure: figure.length),))

@@ -30,7 +30,11 @@ _NONE = "No model was measured by this command on a GPU yet.\n"
 
 
 def files() -> dict[str, OwnFile]:
-    return {path.stem: OwnFile.read(OwnRun, path) for path in sorted(RESULTS.glob("*.json"))}
+    """The files by their names, which are those of the models: a folder may have had another."""
+    found = {path.stem: OwnFile.read(OwnRun, path) for path in sorted(RESULTS.glob("*.json"))}
+    for name, file in found.items():
+        file.settings = file.settings.model_copy(update={"model": name})
+    return found
 
 
 def readme(text: str, found: Sequence[OwnFile]) -> str:

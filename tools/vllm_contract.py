@@ -94,7 +94,7 @@ NAMES: Places = MappingProxyType(
             "cudagraph_manager", "execute_model", "prepare_attn", "vllm_config",
         ),
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": (
-            "_capture_descs", "_graphs_captured", "_max_full_descs_to_capture", "graphs", "vllm_config",
+            "_capture_descs", "_graphs_captured", "graphs", "vllm_config",
         ),
         "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager": ("capture", "run_fullgraph"),
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (

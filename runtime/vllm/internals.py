@@ -260,7 +260,7 @@ def _capturing_both(host_of: Callable[[VllmConfig], EngineHost | None], given: A
             return given(self, *args, **kwargs)
         host.dense_graphs = False
         given(self, *args, **kwargs)
-        if self._max_full_descs_to_capture is not None:  # vLLM measures the memory of a few
+        if getattr(self, "_max_full_descs_to_capture", None) is not None:  # memory of a few is measured, since 0.30
             return None
         full = self._capture_descs.get(CUDAGraphMode.FULL, ())
         chosen = [step for step in full if host.pays.decode.at(step.num_reqs) is not None]
