@@ -85,20 +85,23 @@ class SharingSearch:
             yield search
 
     def plan(self, options: Settled) -> Plan:
-        """The plan of the fewest choosing layers within the loss; within half of what the plan before lost, for each
-        that missed its test. Where a length is dense, every layer chooses."""
-        most = options.loss
+        """The plan of the fewest choosing layers within the loss; for each that missed its test, of more of them,
+        within half of what that one lost. Where a length is dense, every layer chooses."""
+        most, least = options.loss, 1
         for _ in range(max(options.missed.values(), default=0)):
-            most = self.losses[self._fewest(most)] / 2
-        pattern = "F" * len(self.importance_J) if options.dense else self._fewest(most)
+            missed = self._fewest(most, least)
+            most, least = self._loss(missed) / 2, missed.count("F") + 1
+        pattern = "F" * len(self.importance_J) if options.dense else self._fewest(most, least)
         sharing = IndexSharing(pattern=pattern, lengths=options.lengths)
         return Plan(
             status="unverified", model=self.job.model, index_sharing=sharing, provenance=self._provenance(options)
         )
 
-    def _fewest(self, most: float) -> str:
-        counts = range(1, len(self.importance_J) + 1)
-        inside = bisect_left(counts, True, key=lambda count: self.losses[self._best(count)] <= most)
+    def _fewest(self, most: float, least: int) -> str:
+        """Of at least so many layers, as far as there are: all of them, if need be, which lose nothing."""
+        layers = len(self.importance_J)
+        counts = range(min(least, layers), layers + 1)
+        inside = bisect_left(counts, True, key=lambda count: self._loss(self._best(count)) <= most)
         return self._best(counts[inside])
 
     def _best(self, count: int) -> str:
@@ -111,6 +114,8 @@ class SharingSearch:
 
     def _loss(self, pattern: str) -> float:
         """The largest bound of the mean divergence over the prompts of a length."""
+        if "S" not in pattern:
+            return 0.0
         if pattern not in self.losses:
             sources, dense = sources_of(IndexSharing(pattern=pattern)), iter(self.dense)
             bounds = []

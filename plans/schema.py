@@ -234,7 +234,7 @@ class Plan(Part):
 
     @property
     def is_dense(self) -> bool:
-        """Returns whether all layers compute what the model does, at every length."""
+        """True where all layers compute as the model does, at every length."""
         return not self.evicting and not self.reuses and all(bucket.dense for bucket in self.buckets)
 
 

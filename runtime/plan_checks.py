@@ -31,7 +31,7 @@ class Host:
     windows: bool = True  # layers with a sliding window may prefill sparse
     evicts: bool = True
     mixed_caches: bool = True  # they may beside layers whose caches have another shape
-    indexers: bool = True  # a model's own, which a plan has some layers share
+    indexers: bool = False  # a model's own, which a plan has some layers share
     drafts: bool = False  # decode drafts only, and the output is that of dense attention (exact output)
     is_engine: bool = False  # methods from outside run where they say so
     ranks: int = 1  # of tensor parallelism: each has some heads of every layer

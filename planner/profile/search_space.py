@@ -47,7 +47,7 @@ ROUNDING = 1e-4
 
 
 def search_space(options: Settled, length: int) -> tuple[PatternRange, ...]:
-    """Returns what to search at a length, of the families asked for: our own ranges, or those of MInference 1.0, and
+    """The ranges to search at a length, of the families asked for: our own or those of MInference 1.0, and those of
     rules from outside."""
     tile, kinds = options.tile, [kind for name, kind in PATTERNS.items() if name in options.families]
     ruled = (range_of_rule(name, length) for name in options.families if name not in PATTERNS)

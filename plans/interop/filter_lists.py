@@ -108,6 +108,9 @@ def write_letters(plan: Plan) -> Exported:
     return Exported((letters + "\n").encode(), tuple(lost))
 
 
+_OTHER_KEY = "`indexer_types`, which goes over this line where a config.json has it, as transformers writes: remove it"
+
+
 def write_topk(plan: Plan) -> Exported:
     """For `--hf-overrides` of vLLM, and what SGLang and transformers read of a config."""
     if plan.index_sharing is None:
@@ -116,7 +119,8 @@ def write_topk(plan: Plan) -> Exported:
             f"every layer ({', '.join(sorted(INDEXED))}); the letters of filter layers are --to indexcache"
         )
     line = json.dumps({"index_topk_pattern": plan.index_sharing.pattern})
-    return Exported(f"{line}\n".encode(), tuple(Format(frozenset(("index_sharing",))).lost(plan)))
+    lost = Format(frozenset(("index_sharing",))).lost(plan)
+    return Exported(f"{line}\n".encode(), (*lost, _OTHER_KEY))
 
 
 def _letters(source: Source) -> str:

@@ -94,7 +94,7 @@ def counts_of(segment: SegmentProgram, lengths: Sequence[int]) -> list[int]:
 
 
 def chooses_from(segment: SegmentProgram) -> Iterator[int]:
-    """Of every bucket the fewest tokens of a row that chooses; more than it holds where none does."""
+    """Returns the fewest tokens of a row that chooses, by bucket; more than the bucket holds where no row does."""
     for shortest, longest in pairwise((0, *segment.bounds, _LONGEST)):
         lengths = range(shortest + 1, longest + 1)
         yield lengths.start + bisect_left(lengths, True, key=lambda length: segment.count(length) != ALL)

@@ -56,9 +56,14 @@ _REPLAY_WAIT_US = 200.0  # in which it issues a graph
 def launched_us(launches: Sequence[Launch], device: torch.device) -> list[float]:
     """Median time of each launch among many: the longer of the device's time and the program's, each by itself."""
     with torch.cuda.device(device):
-        issued = [_issued_us(launch) for launch in launches]
+        issued = issued_us(launches, device)
         taken = _in_turn(launches, _ROUNDS, device, 2 * max(issued))
     return [max(times) for times in zip(taken, issued, strict=True)]
+
+
+def issued_us(launches: Sequence[Launch], device: torch.device) -> list[float]:
+    with torch.cuda.device(device):
+        return list(map(_issued_us, launches))
 
 
 def device_us(launches: Sequence[Launch], device: torch.device, rounds: int = _ROUNDS) -> list[float]:
@@ -123,7 +128,7 @@ _SCALINGS = 6
 _NEAR = 0.1  # of the share on calibration prompts, over the heads of a layer
 _LEAST = 1e-6  # share that is as good as none
 _MARGIN = 1.02  # the noise of a measurement
-_PREFILL_SHARE = 0.7  # of the time to measure
+_PREFILL_SHARE, _DECODE_SHARE = 0.7, 0.9  # of the time to measure, until prefill and decode are
 _PRODUCTS = 12  # of a layer, each of E by F weights: 4 of attention, 8 of a gated feed-forward layer of 8/3 E
 
 HeadShares = tuple[float, float]
@@ -134,10 +139,11 @@ Timer = Callable[[Sequence[Launch], torch.device], Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Timers:
-    """Times launches in microseconds: as a program issues them, and as part of a captured step."""
+    """Times launches in microseconds: as a program issues them, as part of a captured step, and the program's part."""
 
     launched: Timer = launched_us
     replayed: Timer = replayed_us
+    issued: Timer = issued_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +215,8 @@ class TimedLayers(ABC):
             prefill = measure(rows, lengths, gain, margin=_MARGIN, until=until, hint=self.program.hint.prefill)
         if self.program.sparse:
             rows, lengths = self._decode_sizes
-            decode = measure(rows, lengths, self.decode_gain, margin=_MARGIN, until=partial(left, 1.0))
-            if self.mixes:
+            decode = measure(rows, lengths, self.decode_gain, margin=_MARGIN, until=partial(left, _DECODE_SHARE))
+            if self.mixes:  # mostly from times that are known
                 mixed = measure(rows, lengths, self.mixed_gain, margin=_MARGIN, until=partial(left, 1.0))
         return Pays(prefill, decode, mixed), reached
 

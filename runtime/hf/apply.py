@@ -376,16 +376,17 @@ def apply(
     warn_of_spinning(model.device)
     plan = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     check_type(Plan, "a Plan, or the path of one", plan=plan)
+    check_type(bool, "True or False", prefill=prefill, decode=decode, allow_mismatch=allow_mismatch)
     if plan.index_sharing is not None:
         asked = {"prefill=False": not prefill, "decode=False": not decode, "exact": exact}
         asked |= {"offload": offload not in (None, "auto"), "kv_host_layers": kv_host_layers is not None}
         asked |= {"kv_dtype": kv_dtype != "auto", "sparse": sparse not in ("auto", "always")}
+        asked |= {"backend": backend != "auto", "chunking": chunking is not None}
         if given := [name for name, is_given in asked.items() if is_given]:
             raise UsageError(f"expected index_sharing alone, found {', '.join(given)} beside it; leave it out")
-        check_plan(plan, info or describe_model(model), allow_mismatch, "allow_mismatch=True")
+        check_plan(plan, info or describe_model(model), allow_mismatch, "allow_mismatch=True", Host(indexers=True))
         return SharingHandle(model, plan.index_sharing)
     check_attachable(model)
-    check_type(bool, "True or False", prefill=prefill, decode=decode, allow_mismatch=allow_mismatch)
     if not isinstance(exact, bool) and not (isinstance(exact, str) and exact == "decode"):
         raise UsageError(f'expected exact to be True, False or "decode", found {exact!r:.40}')
     check_type(str, "a name", backend=backend)

@@ -63,8 +63,8 @@ class DecodeHost:
         return least is not None and max(lengths, default=0) >= max(least, self._dense_up_to + 1)
 
     def without_room(self, lengths: Sequence[int]) -> list[bool]:
-        """Whether each row that may choose, at these lengths, attends to everything for want of scratch: as
-        `Budgets.of`, at a fraction of its time, which no step waits for."""
+        """Marks the rows that may choose, at these lengths, but attend to everything for want of scratch. `Budgets.of`
+        tells the same, in a time that steps would wait for."""
         wanted, lacks = sum(filter(self._chooses, lengths)), [False] * len(lengths)
         for segment in self._segments:
             if (room := self._state.room(segment)) < wanted:
@@ -74,7 +74,6 @@ class DecodeHost:
         return lacks
 
     def _chooses(self, length: int) -> bool:
-        """Whether a row of so many tokens chooses for some segment, where the scratch has room."""
         return length >= self._from[bisect_left(self._bounds, length)]
 
     def count(self, requests: Sequence[range], counters: Counters, least: int | None = 0) -> None:

@@ -243,8 +243,10 @@ _DENSE = "sparsekv_dense"  # on a manager of captured steps: those without our k
 
 def hold_dense_graphs(config: VllmConfig, host_of: Callable[[VllmConfig], EngineHost | None]) -> bool:
     """Has vLLM capture decode steps a second time, without our kernels, and replay those where nothing chooses.
-    Returns whether this engine does: its second runner."""
-    if not (config.use_v2_model_runner and graph_rows(config)):
+    Returns whether this engine does: by its second runner, without data-parallel ranks, which wait for each other in
+    each capture but have rules of their own."""
+    alone = config.parallel_config.data_parallel_size == 1
+    if not (config.use_v2_model_runner and alone and graph_rows(config)):
         return False
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager  # which a CPU build may lack
 
@@ -259,8 +261,11 @@ def _capturing_both(host_of: Callable[[VllmConfig], EngineHost | None], given: A
         if host is None or not host.holds_dense:
             return given(self, *args, **kwargs)
         host.dense_graphs = False
+        setattr(self, _DENSE, {})
         given(self, *args, **kwargs)
-        if getattr(self, "_max_full_descs_to_capture", None) is not None:  # memory of a few is measured, since 0.30
+        samples: list[int] | None = getattr(self, "_capture_mem_samples", None)
+        if samples is not None:  # since 0.30 vLLM takes the bytes of a few for all, of which there are twice as many
+            samples[1:] = [2 * taken if host.pays.decode.rows else taken for taken in samples[1:]]
             return None
         full = self._capture_descs.get(CUDAGraphMode.FULL, ())
         chosen = [step for step in full if host.pays.decode.at(step.num_reqs) is not None]

@@ -238,7 +238,7 @@ def plan_of(
 def host_of(facts: EngineFacts, plan: Plan, options: EngineOptions) -> Host:
     """An engine as a host of plans, with each of its settings that would run one wrongly, or that was not tested."""
     return Host(
-        "vLLM", older_queries=False, windows=False, mixed_caches=False, indexers=False,
+        "vLLM", older_queries=False, windows=False, mixed_caches=False,
         drafts=bool(options.exact), is_engine=True, ranks=facts.tensor_parallel,
         obstacles=tuple(_obstacles(facts, plan, options)),
         way_out="Change these settings, make another plan, or run without one: --additional-config "

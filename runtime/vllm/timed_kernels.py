@@ -33,6 +33,7 @@ Made = TypeVar("Made")
 
 _SECONDS = 5.0
 _SHORT = 128  # tokens: nothing chooses among so few
+_FORM = 2  # of a rule and of what is timed for it
 _MOST_TEXT = 1024  # bytes of a rule
 _FINITE = 0x7F  # bytes below it are numbers in e4m3
 _MOST_BYTES = 1 << 31  # of pages, many times a device's cache; more rows share them in another order
@@ -59,6 +60,8 @@ class EngineLayers(TimedLayers):
     scales: Scales | None = None  # of a cache in 8 bits; queries have none
     softmax: Softmax = PLAIN  # of the layers
     costs: dict[int, float | None] = field(default_factory=dict)  # microseconds of a step's idle kernels, by rows
+    replays: dict[tuple[int, int, int | None], list[float]] = field(default_factory=dict)
+    issued: list[float] = field(default_factory=list)  # microseconds of the program for a layer of each kind
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,7 +107,7 @@ class EngineLayers(TimedLayers):
         self, layer: LayerProgram, q_THD: torch.Tensor, pages: Pages, chunk: Chunk
     ) -> Callable[[], torch.Tensor | None]:
         """Attention as a graph, where chunks of so many rows run as one. The first chunk of a size does not."""
-        if self.host.captured is None:
+        if self.host.captured is None or self.host.captured.failed or layer.role.evicts is not None:
             return lambda: None
         graphs = self.host.captured.alone(layer)
         attend = partial(
@@ -141,10 +144,11 @@ class EngineLayers(TimedLayers):
         return self._agreed(self._mixed_gain, rows, length)
 
     def _mixed_gain(self, rows: int, length: int) -> float:
-        dense, *sparse = self._launches(rows, length, 0)
-        times = *self.timers.replayed([dense], self.device), *self.timers.launched(sparse, self.device)
-        whole, ours = self.step_us(times)
-        return whole / ours
+        whole, *sparse = self._replayed(rows, length, 0)
+        if not self.issued:  # at any size and context alike
+            self.issued.extend(self.timers.issued(self._launches(rows, length, 0)[1:], self.device))
+        dense_us, ours_us = self.step_us([whole, *map(max, sparse, self.issued)])
+        return dense_us / ours_us
 
     def _agreed(self, gain: Callable[..., float], *args: Any) -> float:
         """What the first rank measured, where others wait for it; nan where the memory of one does not suffice."""
@@ -166,9 +170,22 @@ class EngineLayers(TimedLayers):
 
     def _step_us(self, rows: int, length: int, least: int | None) -> tuple[float, float]:
         """Microseconds of all layers of a captured step, dense and by the plan; see `_launches`."""
-        times = self.step_us(self.timers.replayed(self._launches(rows, length, least), self.device))
+        times = self.step_us(self._replayed(rows, length, least))
         whole, ours = map(self.agreed, times)  # what follows from them is the same on all ranks, which wait in steps
+        if math.isnan(whole + ours):
+            raise torch.OutOfMemoryError
         return whole, ours
+
+    def _replayed(self, rows: int, length: int, least: int | None) -> list[float]:
+        """Microseconds of each of `_launches` in a graph; nan where this rank has no memory for it."""
+        key = rows, length, least
+        if key not in self.replays:
+            launches = self._launches(*key)
+            try:
+                self.replays[key] = [*self.timers.replayed(launches, self.device)]
+            except torch.OutOfMemoryError:
+                self.replays[key] = [math.nan] * len(launches)
+        return self.replays[key]
 
     def _launches(self, rows: int, length: int, least: int | None) -> list[Launch]:
         """A dense layer of a decode step, and one of each kind by the plan; `least` as in `DecodeHost.begin`."""
@@ -229,7 +246,8 @@ def measured_rule(host: EngineHost, device: torch.device, size: int, scales: Sca
     layers = EngineLayers(host.program, place, Timers(), host, device, size, scales, softmax)
     key = rule_key(
         device, device_name(device), layers.dtype, host.backend, scales is not None, host.model,
-        page=vllm.platform.page, ranks=layers.ranks, vllm=vllm.release, queries=host.queries, **place.key,
+        page=vllm.platform.page, ranks=layers.ranks, vllm=vllm.release, queries=host.queries, form=_FORM,
+        graphs=host.captured is not None, both=host.holds_dense, **place.key,
     )  # fmt: skip
     file, measure = RuleFile(key, cache_folder()), partial(layers.rule, _SECONDS)
     rule, is_new = file.read_or(measure) if layers.ranks == 1 else _on_ranks(file, measure)

@@ -63,6 +63,17 @@ def test_a_plan_that_misses_its_test_is_followed_by_one_for_half_of_its_loss() -
     assert [plan.index_sharing and plan.index_sharing.pattern for plan in plans] == ["FSS", "FSF"]
 
 
+def test_each_plan_behind_a_miss_has_more_layers_that_choose_up_to_all_of_them() -> None:
+    """Also where the first loses nothing, and where no loss is allowed."""
+    job = job_of(loaded_of("glm_moe_dsa", "FSF"), OPTIONS)
+    with SharingSearch.on(job, Progress()) as search:
+        plans = [search.plan(job.options.but(missed={256: times})) for times in (0, 1, 2)]
+        search.losses.update(dict.fromkeys(search.losses, 1e-6))
+        least = search._fewest(0.0, 1)
+    assert [plan.index_sharing and plan.index_sharing.pattern for plan in plans] == ["FSF", "FFF", "FFF"]
+    assert least == "FFF"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -46,8 +46,8 @@ def test_vllm_captures_the_steps_that_are_expected(monkeypatch: pytest.MonkeyPat
 class Manager:
     """Of captured steps, each of which is what its layers decode by."""
 
-    def __init__(self, host: Any, steps: list[Any], most: int | None = None) -> None:
-        self.vllm_config, self.graphs, self._max_full_descs_to_capture = host, {}, most
+    def __init__(self, host: Any, steps: list[Any], samples: list[int] | None = None) -> None:
+        self.vllm_config, self.graphs, self._capture_mem_samples = host, {}, samples
         self._capture_descs = {CUDAGraphMode.FULL: steps, CUDAGraphMode.PIECEWISE: [object()]}
 
     def capture(self) -> None:
@@ -65,7 +65,7 @@ def managed(monkeypatch: pytest.MonkeyPatch) -> type[Manager]:
 
     monkeypatch.setattr(cudagraph_utils, "ModelCudaGraphManager", Ours)
     monkeypatch.setattr(internals, "graph_rows", lambda config: 8)
-    assert internals.hold_dense_graphs(SimpleNamespace(use_v2_model_runner=True), lambda host: host)
+    assert internals.hold_dense_graphs(config_of(), lambda host: host)
     return Ours
 
 
@@ -84,10 +84,11 @@ def test_steps_in_which_nothing_chooses_are_replayed_without_our_kernels(monkeyp
         assert len(manager._capture_descs) == 2
 
 
-def test_few_steps_are_captured_once_to_measure_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_steps_are_captured_once_to_measure_memory_which_all_take_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     host = engine(holds_dense=True)
-    manager = managed(monkeypatch)(host, [step(num_reqs=1)], most=2)
+    manager = managed(monkeypatch)(host, [step(num_reqs=1)], samples=[100, 10])
     manager.capture()
+    assert manager._capture_mem_samples == [100, 20]
     host.decodes_dense = True
     assert manager.run_fullgraph(step(num_reqs=1)) == "plan"
 
@@ -97,7 +98,13 @@ def test_engines_that_cannot_hold_two_sets_have_one(monkeypatch: pytest.MonkeyPa
     manager = managed(monkeypatch)(host, [step(num_reqs=1)])
     manager.capture()
     assert manager.run_fullgraph(step(num_reqs=1)) == "plan"
-    assert not internals.hold_dense_graphs(SimpleNamespace(use_v2_model_runner=False), lambda host: host)
+    assert not internals.hold_dense_graphs(config_of(use_v2_model_runner=False), lambda host: host)
+    assert not internals.hold_dense_graphs(config_of(data_parallel_size=2), lambda host: host)
+
+
+def config_of(use_v2_model_runner: bool = True, data_parallel_size: int = 1) -> Any:
+    parallel = SimpleNamespace(data_parallel_size=data_parallel_size)
+    return SimpleNamespace(use_v2_model_runner=use_v2_model_runner, parallel_config=parallel)
 
 
 def engine(**given: Any) -> Any:

@@ -128,10 +128,11 @@ def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(
             launch()
         return [1.0, *[0.5] * (len(launches) - 1)]
 
-    place = Place("sha256:", 3072, BUDGET, 4, computed)
-    rule, _ = EngineLayers(host.program, place, Timers(launched, replayed), host, CPU, 64, scales).rule(60.0)
+    place, timers = Place("sha256:", 3072, BUDGET, 4, computed), Timers(launched, replayed, launched)
+    rule, _ = EngineLayers(host.program, place, timers, host, CPU, 64, scales).rule(60.0)
     assert seen
-    assert rule.prefill.pays(BUDGET, CROSSOVER + 200)
+    # Attention to random bits is peaked: few of them may never come to the share of the plan.
+    assert rule.prefill.pays(BUDGET, CROSSOVER + 200 if scales is None else 1536)
     assert not rule.prefill.pays(BUDGET, CROSSOVER)
     assert rule.decode.pays(4, 2048)
 
@@ -155,7 +156,7 @@ def test_chunks_that_run_as_graphs_are_timed_as_such(host: Any, monkeypatch: pyt
             launch()
         return [3.0, 2.0]
 
-    monkeypatch.setattr(host, "captured", SimpleNamespace(alone=lambda layer: Graphs()))
+    monkeypatch.setattr(host, "captured", SimpleNamespace(alone=lambda layer: Graphs(), failed=""))
     monkeypatch.setattr(host, "prefill", prefill)
     place = Place("sha256:", 3072, BUDGET, 4, {3072: counts(4, 0.4)})
     layers = EngineLayers(host.program, place, Timers(launched), host, CPU, 64)
@@ -205,14 +206,13 @@ def test_decode_beside_prompts_is_priced_by_what_the_program_launches(host: Any)
     def replayed(launches: Any, device: torch.device) -> list[float]:
         return [1.0] * len(launches)
 
-    def launched(launches: Any, device: torch.device) -> list[float]:
+    def issued(launches: Any, device: torch.device) -> list[float]:
         for launch in launches:  # filter layers first
             launch()
         return [4.0] * len(launches)
 
-    layers = EngineLayers(
-        host.program, Place("sha256:", 3072, BUDGET, 4, {}), Timers(launched, replayed), host, CPU, 64
-    )
+    place, timers = Place("sha256:", 3072, BUDGET, 4, {}), Timers(replayed, replayed, issued)
+    layers = EngineLayers(host.program, place, timers, host, CPU, 64)
     every, sparse = len(layers.program.attending), sum(count for _, count in layers.kinds)
     assert layers.mixed_gain(1, 2048) == pytest.approx(every / (every + 3.0 * sparse))
     rule, _ = layers.rule(60.0)
@@ -257,7 +257,7 @@ def test_an_engine_measures_once_a_place(
         return [1.0] * len(launches)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(timed_kernels, "Timers", lambda: Timers(timer, timer))
+    monkeypatch.setattr(timed_kernels, "Timers", lambda: Timers(timer, timer, timer))
     rules, seen = [], []
     for place, model in (
         ({}, host.model),

@@ -57,6 +57,29 @@ def test_a_model_under_a_plan_is_that_plans_until_it_is_closed(kind: str) -> Non
     assert torch.equal(logits(model), dense)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_that_lacks_indexer_keys_is_refused_once_layers_choose_for_themselves(kind: str) -> None:
+    model = planted_model(kind)
+    with sparsekv.apply(model, sharing_plan(model, OTHER)) as handle:
+        cache = model(IDS[:, :-2], use_cache=True).past_key_values
+        shared = model(IDS[:, -2:-1], past_key_values=cache).logits
+        assert shared.isfinite().all()
+        handle.suspend()
+        with pytest.raises(UsageError, match="begin with a new cache"):
+            model(IDS[:, -1:], past_key_values=cache)
+
+
+def test_a_plan_without_shared_layers_is_one_too() -> None:
+    model = planted_model("glm_moe_dsa", "FS")
+    with (
+        sparsekv.apply(model, sharing_plan(model, "FF")),
+        pytest.raises(UsageError, match="applied"),
+    ):
+        sparsekv.apply(model, sharing_plan(model, "FS"))
+    sparsekv.apply(model, sharing_plan(model, "FS")).close()
+
+
 def test_transformers_runs_the_exported_pattern_as_the_plan_does(tmp_path: Path) -> None:
     model = planted_model("glm_moe_dsa")
     plan = sharing_plan(model, OTHER)
@@ -64,7 +87,8 @@ def test_transformers_runs_the_exported_pattern_as_the_plan_does(tmp_path: Path)
     assert exported == b'{"index_topk_pattern": "FSSSFS"}\n'
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    del config["indexer_types"]  # which goes over the pattern
+    del config["indexer_types"]  # which goes over the pattern, as the export says
+    assert any("indexer_types" in lost for lost in WRITERS["index-topk"](plan).lost)
     (tmp_path / "config.json").write_text(json.dumps(config | json.loads(exported)))
     native = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert [layer.self_attn.indexer is not None for layer in native.model.layers] == [letter == "F" for letter in OTHER]
@@ -75,7 +99,15 @@ def test_transformers_runs_the_exported_pattern_as_the_plan_does(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "asked", [{"exact": True}, {"prefill": False}, {"offload": "always"}, {"kv_dtype": "fp8"}, {"sparse": "never"}]
+    "asked",
+    [
+        {"exact": True},
+        {"prefill": False},
+        {"offload": "always"},
+        {"kv_dtype": "fp8"},
+        {"sparse": "never"},
+        {"backend": "cpu"},
+    ],
 )
 def test_what_a_shared_choice_does_not_change_cannot_be_asked_for(asked: dict[str, Any]) -> None:
     model = planted_model("glm_moe_dsa", "FS")
@@ -89,6 +121,6 @@ def test_other_models_and_hosts_refuse_it() -> None:
     with pytest.raises(PlanMismatchError, match="model type"):
         sparsekv.apply(tiny_model(layers=2), plan)
     with pytest.raises(UnsupportedError, match="--to index-topk"):
-        refuse(plan, plan.model, Host("vLLM", indexers=False))
+        refuse(plan, plan.model, Host("vLLM"))
     with pytest.raises(UnsupportedError, match="sparsekv plan"):
         sparsekv.apply(model, plan.model_copy(update={"index_sharing": None}))
