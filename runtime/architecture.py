@@ -224,28 +224,27 @@ MODALITIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "qwen3_vl": ("image", "video"),
     }
 )
-_THREE_AXES = "its decoder, whose tokens have three positions each, is in no class of transformers that loads it alone"
-_LATENT = "it caches one compressed vector a token in place of keys and values (MLA), for which there is no store here"
 _INDEXER = "it chooses the keys of a query by an indexer of its own (sparse attention that was trained with it)"
-_BESIDE = "each of its layers has a recurrent state beside its keys and values, and a layer here has one of the two"
-REFUSED = {  # families that are often asked for, and why not yet
-    "llama4": "its layers attend within chunks of tokens, for which kernels have no mask",
-    "falcon_h1": _BESIDE,
-    "nemotron_h": "it has layers of an MLP alone, and a layer here attends or has a recurrent state",
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe"), _THREE_AXES),
-    **dict.fromkeys(
-        (
-            *("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_k25"),
-            *("kimi_linear", "longcat_flash", "minicpm3", "mistral4", "sarvam_mla", "youtu"),
-        ),
-        _LATENT,
+_REASONS = {  # why families that are often asked for are refused, and their model types
+    "its layers attend within chunks of tokens, for which kernels have no mask": "llama4 llama4_text",
+    "each of its layers has a recurrent state beside its keys and values, and a layer here has one of the two": (
+        "falcon_h1"
     ),
-    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "qwen4_exp", "qwen4_exp_text"), _INDEXER),
-    **dict.fromkeys(
-        ("axk2", "deepseek_v4", "glm5_next", "glm5_next_text", "mistral_large4"),
-        f"{_INDEXER}, over compressed keys and values (MLA)",
+    "it has layers of an MLP alone, and a layer here attends or has a recurrent state": "nemotron_h",
+    "its decoder, whose tokens have three positions each, is in no class of transformers that loads it alone": (
+        "qwen2_vl qwen2_5_vl qwen3_vl_moe"
+    ),
+    "it caches one compressed vector a token in place of keys and values (MLA), for which there is no store here": (
+        "axk1 bailing_hybrid deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 kimi_k25 kimi_k3 kimi_linear longcat_flash "
+        "minicpm3 mistral4 sarvam_mla youtu"
+    ),
+    _INDEXER: "minimax_m3 minimax_m3_vl minimax_m3_vl_text qwen4_exp qwen4_exp_text",
+    f"{_INDEXER}, over compressed keys and values (MLA)": (
+        "axk2 deepseek_v4 dots3_note dots3_note_text glm5_next glm5_next_text hy_v4 hy_v4_vl hy_v4_vl_text "
+        "mistral_large4"
     ),
 }
+REFUSED = {kind: why for why, kinds in _REASONS.items() for kind in kinds.split()}
 
 
 def record_of(model_type: str) -> Architecture:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sparsekv.plans.patterns import PATTERNS
 from sparsekv.plans.schema import Status
@@ -45,11 +46,16 @@ def test_a_clone_shows_no_change_after_the_commands_of_the_readme() -> None:
     assert (hidden.returncode, hidden.stdout) == (0, b"")
 
 
-def test_the_page_of_models_is_what_the_records_and_the_tests_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_models_is_what_the_records_and_the_tests_say_and_lists_every_causal_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from build_models_page import PAGE, page
 
     assert PAGE.read_text() == page(PAGE.read_text()), "run python tools/build_models_page.py"
+    monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "of_the_next_release", "")
+    with pytest.raises(ValueError, match=r"found of_the_next_release in none .* add a record to ARCHITECTURES or"):
+        page(PAGE.read_text())
 
 
 def test_the_tables_of_quality_go_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:

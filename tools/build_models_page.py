@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers import __version__
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from sparsekv.plans.model import INDEXED
 from sparsekv.runtime.architecture import ARCHITECTURES, MODALITIES, REFUSED, Architecture
 
@@ -118,6 +121,30 @@ ON_GPU = {  # what the tests do not say
     "qwen2": "tested",
     "vaultgemma": "expected; not `flash`",
 }
+NO_RECORD = {  # why other causal models of transformers have no record, and their model types
+    "not run: a record may be all that it takes": (
+        "apertus1p5_text aria_text beam bitnet cohere2_moe dbrx exaone flint gemma3n gemma3n_text gemma4_unified "
+        "gemma4_unified_text granitemoe_swa hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna "
+        "mellum mimo_v2_flash nanochat phi4_multimodal phimoe sarvam_moe"
+    ),
+    "contexts of a few thousand tokens": (
+        "biogpt codegen ctrl gpt-sw3 gpt2 gpt_bigcode gpt_neox gptj modernbert-decoder openai-gpt opt persimmon xglm"
+    ),
+    "its attention is not called through `AttentionInterface`": "bloom cpmant falcon gpt_neo gpt_neox_japanese mpt",
+    "its attention is more than a softmax of queries and keys": (
+        "diffllama doge inkling2_loop_text inkling2_text inkling_text zaya"
+    ),
+    "its layers run several times for a token": "dory hrm_text",
+    "no layer attends": "falcon_mamba mamba mamba2 rwkv xlstm",
+    "layers with a state that was not run here": "lara_mini lfm3 minimax olmo_hybrid recurrent_gemma zamba zamba2",
+    "positions on three axes": "cohere_compass_text",
+}
+NOT_TEXT = (  # encoders, decoders of an encoder's output, drafters, bytes, speech, music and pictures
+    "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small blt camembert data2vec-text "
+    "electra emu3 ernie fuyu gemma4_assistant gemma4_unified_assistant git got_ocr2 marian mbart megatron-bert mllama "
+    "moshi moss_transcribe_diarize musicgen musicgen_melody mvp pegasus plbart prophetnet reformer rembert roberta "
+    "roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xlnet xmod"
+)
 
 
 def page(written: str) -> str:
@@ -146,6 +173,26 @@ def _tables() -> Iterator[str]:
     for why in dict.fromkeys(REFUSED.values()):
         kinds = [f"`{kind}`" for kind, found in REFUSED.items() if found == why]
         yield f"| {', '.join(kinds)} | {why} |\n"
+    yield from _causal_models()
+
+
+def _causal_models() -> Iterator[str]:
+    """All causal models of the installed transformers, by model type: planned, refused or not text."""
+    models = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    others = {kind for kinds in (*NO_RECORD.values(), NOT_TEXT) for kind in kinds.split()}
+    if misplaced := (models - {*ARCHITECTURES, *MODALITIES, *REFUSED, *INDEXED}) ^ others:
+        raise ValueError(
+            f"expected one place for each causal model of transformers {__version__}, found "
+            f"{', '.join(sorted(misplaced))} in none or in two: add a record to ARCHITECTURES or a name to _REASONS "
+            "(runtime/architecture.py), or else a name to NO_RECORD or NOT_TEXT (tools/build_models_page.py)"
+        )
+    planned, refused = len(models & {*ARCHITECTURES, *MODALITIES, *INDEXED}), len(models & {*REFUSED})
+    yield (
+        f"\nOf the {len(models)} causal models of transformers {__version__}, {planned} are planned and {refused} "
+        "refused with a reason above. The others:\n\n| model type | why |\n|---|---|\n"
+    )
+    for why, kinds in {**NO_RECORD, "not a decoder of text alone": NOT_TEXT}.items():
+        yield f"| {', '.join(f'`{kind}`' for kind in kinds.split())} | {why} |\n"
 
 
 def _row(kind: str, matrix: Any) -> tuple[str, ...]:
