@@ -29,7 +29,7 @@ from sparsekv.plans.aliases import (
 )
 from sparsekv.plans.errors import BackendError, UsageError, did_you_mean
 from sparsekv.plans.files import load_plan
-from sparsekv.plans.model import INDEXED, ModelInfo
+from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model
 from sparsekv.plans.types import MAX_ID, MAX_LENGTH, parse_ids
 from sparsekv.runtime.settings import Settings, check_device, read_settings
@@ -294,8 +294,7 @@ class Subject:
             choose_backend(target, torch_dtype(settings.dtype, config, target), info.largest_head, settings.backend)
         if check is not None:
             check(info, target.type)
-        sized = device_map is None and not stays_packed(config) and info.model_type not in INDEXED
-        if sized and (room := Available.here([target]).device) is not None:
+        if device_map is None and not stays_packed(config) and (room := Available.here([target]).device) is not None:
             precision = torch_dtype(settings.dtype, config, target)
             ModelSize.from_config(config, precision, source.path_or_id).check_fits(room, tokens)
         with self._saying_whose_model():

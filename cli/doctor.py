@@ -30,7 +30,7 @@ from sparsekv.planner.flags import Chunk, Count, Flag, Key, Length, OneLength, S
 from sparsekv.planner.options import Device
 from sparsekv.plans.aliases import PLAN_NAME, resolve_model
 from sparsekv.plans.brief import next_command
-from sparsekv.plans.errors import PlanError, UsageError
+from sparsekv.plans.errors import PlanError, UnsupportedError, UsageError
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan, check_model
 from sparsekv.plans.types import columns, format_bytes
@@ -229,6 +229,12 @@ def memory_of(
     warn_of_host_layers(device, flags.offload_mode, flags.host_layers)
     dtype = torch_dtype(machine.dtype, config, device)
     size = ModelSize.from_config(config, dtype, resolve_model(name).path_or_id)
+    if size.latent:
+        raise UnsupportedError(
+            f"expected a model whose cache is laid out here, found {size.info.model_type!r}, whose indexers and cache "
+            f"are transformers' own: it takes {format_bytes(size.weights)} for weights and {size.cached(1):,} bytes a "
+            "token, at least"
+        )
     if plan is not None:
         check_model(plan, size.info, allow_mismatch, "--allow-mismatch")
     if is_here and (plan is not None or machine.backend != "auto"):

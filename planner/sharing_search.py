@@ -71,8 +71,12 @@ class SharingSearch:
             UsageError: a length is no longer than a choice.
             UnsupportedError: layers share choices already.
         """
-        check_lengths(job)
-        layers = len(indexers_of(job.subject.model))
+        topk, layers = int(config_of(job.subject.model).index_topk), len(indexers_of(job.subject.model))
+        if short := [length for length in job.options.lengths if length <= topk]:
+            raise UsageError(
+                f"expected --lengths above the {topk} tokens that an indexer chooses, found "
+                f"{format_length(min(short))}: up to there every layer attends to everything"
+            )
         with progress.stage("index sharing", total=2 * layers) as step:
             prompts = job.prompts
             dense = [_read(job, prompt) for prompt in chain.from_iterable(prompts.values())]
@@ -109,8 +113,8 @@ class SharingSearch:
         even = [layers * number // count for number in range(count)]
         # of what is lost, so that a layer that chooses counts as one that loses nothing
         anchors = anchor_layers(self.kept_JI - 1.0, self.importance_J, range(layers), count)
-        patterns = {pattern_of(choosing, layers) for choosing in (anchors, even)}
-        return min(patterns, key=lambda pattern: (self._loss(pattern), pattern))
+        letters = [["F" if layer in choosing else "S" for layer in range(layers)] for choosing in (anchors, even)]
+        return min(map("".join, letters), key=lambda pattern: (self._loss(pattern), pattern))
 
     def _loss(self, pattern: str) -> float:
         """The largest bound of the mean divergence over the prompts of a length."""
@@ -152,19 +156,6 @@ class SharingSearch:
             settings={"loss": options.loss}
             | ({"missed": {str(length): times for length, times in options.missed.items()}} if options.missed else {}),
         )
-
-
-def check_lengths(job: Job) -> None:
-    topk = int(config_of(job.subject.model).index_topk)
-    if short := [length for length in job.options.lengths if length <= topk]:
-        raise UsageError(
-            f"expected --lengths above the {topk} tokens that an indexer chooses, found {format_length(min(short))}: "
-            "up to there every layer attends to everything"
-        )
-
-
-def pattern_of(choosing: Sequence[int], layers: int) -> str:
-    return "".join("F" if layer in choosing else "S" for layer in range(layers))
 
 
 @torch.no_grad()

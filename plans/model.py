@@ -254,15 +254,14 @@ def check_fit(
 def check_sharing(model: ModelInfo, sharing: IndexSharing | None, phases: Iterable[object]) -> None:
     """Raises FieldError unless a model with indexers has `index_sharing` alone, of all its layers, and no other model
     has it."""
-    if sharing is None and model.model_type in INDEXED and any(phases):
-        raise FieldError(f"expected index_sharing alone for {model.model_type}, found other phases", "model")
-    if sharing is None:
-        return
     if model.model_type not in INDEXED:
-        known = " or ".join(sorted(INDEXED))
-        raise FieldError(f"expected a model of type {known}, found {model.model_type}", "index_sharing")
-    if any(phases):
-        raise FieldError("expected index_sharing alone, found other phases beside it", "index_sharing")
+        if sharing is not None:
+            known = " or ".join(sorted(INDEXED))
+            raise FieldError(f"expected a model of type {known}, found {model.model_type}", "index_sharing")
+        return
+    if sharing is None or any(phases):
+        found = "no index_sharing" if sharing is None else "other phases beside it"
+        raise FieldError(f"expected index_sharing alone in a plan of {model.model_type}, found {found}", "model")
     if len(sharing.pattern) != model.layers:
         message = f"expected a letter for each of {model.layers} layers, found {len(sharing.pattern)}"
         raise FieldError(message, "index_sharing", "pattern")

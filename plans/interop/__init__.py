@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -64,9 +65,10 @@ def plan_of(source: Source, kind: str, model: ModelInfo) -> tuple[Plan, tuple[st
     """A plan for a model, and what the file did not say, a line each."""
     found = READERS[kind].read(source, model)
     name = "".join(letter if letter.isprintable() else "?" for letter in source.name)
+    phases: Any = {"prefill": found.prefill, "decode": found.decode, "index_sharing": found.index_sharing}
     origin = Provenance(source=f"{kind}: {name}"[:200])
     try:
-        plan = Plan(status="imported", model=model, prefill=found.prefill, decode=found.decode, provenance=origin)
+        plan = Plan(status="imported", model=model, provenance=origin, **phases)
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise PlanMismatchError(f"{source.name} does not fit {model.id}: {reason}") from None

@@ -12,7 +12,17 @@ from typing import Any
 from sparsekv.plans.errors import PlanError, PlanMismatchError
 from sparsekv.plans.interop.source import Exported, Format, Imported, Source, as_json, layers_of, whole
 from sparsekv.plans.model import INDEXED, ModelInfo
-from sparsekv.plans.phases import CHOSEN_SHARE, RECENT, SINK, DecodeBucket, DecodeBudget, DecodePlan, Segment, followers
+from sparsekv.plans.phases import (
+    CHOSEN_SHARE,
+    RECENT,
+    SINK,
+    DecodeBucket,
+    DecodeBudget,
+    DecodePlan,
+    IndexSharing,
+    Segment,
+    followers,
+)
 from sparsekv.plans.schema import Plan
 
 _FIXED = f"sinks ({SINK}) and recent tokens ({RECENT}): ours, as the file has none"
@@ -84,7 +94,7 @@ def missed_letters(source: Source) -> str | None:
 
 
 def read_letters(source: Source, model: ModelInfo) -> Imported:
-    """F is a layer that attends to everything and chooses for the S layers behind it."""
+    """F is a layer that chooses for the S layers behind it: by its indexer, or else with attention to everything."""
     letters = _letters(source)
     if len(letters) != model.layers:
         raise PlanMismatchError(
@@ -92,6 +102,8 @@ def read_letters(source: Source, model: ModelInfo) -> Imported:
         )
     if letters.startswith("S"):
         raise PlanError("expected a first layer that chooses (F), found S; correct the file")
+    if model.model_type in INDEXED:
+        return Imported(index_sharing=IndexSharing(pattern=letters))
     full = [layer for layer, letter in enumerate(letters) if letter == "F"]
     size = source.json.get("index_topk") if isinstance(source.json, dict) else None
     notes = [_FIXED, _LAST]
@@ -108,19 +120,16 @@ def write_letters(plan: Plan) -> Exported:
     return Exported((letters + "\n").encode(), tuple(lost))
 
 
-_OTHER_KEY = "`indexer_types`, which goes over this line where a config.json has it, as transformers writes: remove it"
-
-
 def write_topk(plan: Plan) -> Exported:
-    """For `--hf-overrides` of vLLM, and what SGLang and transformers read of a config."""
+    """For `--hf-overrides` of vLLM, overrides of SGLang, and a config.json of transformers. The last two read
+    `indexer_types` first, which the configs of GLM-5 in transformers have: null takes it away."""
     if plan.index_sharing is None:
         raise PlanError(
             "expected a plan with index_sharing, found none: `sparsekv plan` makes one of a model with an indexer in "
             f"every layer ({', '.join(sorted(INDEXED))}); the letters of filter layers are --to indexcache"
         )
-    line = json.dumps({"index_topk_pattern": plan.index_sharing.pattern})
-    lost = Format(frozenset(("index_sharing",))).lost(plan)
-    return Exported(f"{line}\n".encode(), (*lost, _OTHER_KEY))
+    line = json.dumps({"index_topk_pattern": plan.index_sharing.pattern, "indexer_types": None})
+    return Exported(f"{line}\n".encode(), tuple(Format(frozenset(("index_sharing",))).lost(plan)))
 
 
 def _letters(source: Source) -> str:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from sparsekv.plans.errors import PlanError
-from sparsekv.plans.phases import DecodePlan, PrefillPlan
+from sparsekv.plans.phases import DecodePlan, IndexSharing, PrefillPlan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import Part
 
@@ -84,6 +84,7 @@ class Imported:
 
     prefill: PrefillPlan | None = None
     decode: DecodePlan | None = None
+    index_sharing: IndexSharing | None = None
     notes: Sequence[str] = field(default_factory=tuple)
 
 

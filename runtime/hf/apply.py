@@ -29,7 +29,7 @@ from sparsekv.runtime.hf.cache import Given, SparseLayer, attending, check_owner
 from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import StepGraphs, can_capture
-from sparsekv.runtime.hf.index_sharing import share, sources_of
+from sparsekv.runtime.hf.index_sharing import is_shared, share, sources_of
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import OffloadMode, layouts_of, warn_of_host_layers
@@ -309,8 +309,9 @@ class SharingHandle(Handle):
         return None
 
     def __enter__(self) -> Handle:
-        if self.closed:
-            raise UsageError("expected an open handle, found one that was closed; call apply again")
+        if self._model is None or not is_shared(self._model):
+            found = "closed; call apply again" if self.closed else "suspended; call resume() first"
+            raise UsageError(f"expected a handle at work, found one that was {found}")
         return self
 
     @property

@@ -33,9 +33,13 @@ def indexers_of(model: PreTrainedModel) -> list[nn.Module]:
             f"expected an indexer in every layer, found none in layers {format_ids(without)}, which share choices by "
             "the model's config; load it without index_topk_pattern, index_topk_freq and indexer_types"
         )
-    if _SHARED in vars(decoder):
+    if is_shared(model):
         raise UsageError("a plan is applied to this model already; close that handle before applying another")
     return indexers
+
+
+def is_shared(model: PreTrainedModel) -> bool:
+    return _SHARED in vars(decoder_of(model))
 
 
 def sources_of(sharing: IndexSharing) -> dict[int, int]:
@@ -70,9 +74,9 @@ class _Last:
 
 
 def _reuse(
-    last: _Last, layer: int, is_last: bool, hidden_states: torch.Tensor, *given: object, cache: Any = None,
-    **named: object,
-) -> torch.Tensor:  # fmt: skip
+    last: _Last, layer: int, is_last: bool, hidden_states: torch.Tensor, *given: object, **named: Any
+) -> torch.Tensor:
+    cache = named.get("cache", named.get("past_key_values"))  # its older name
     if cache is not None:  # it lacks the keys that the layer's indexer would write
         cache.layers[layer].update_indexer = _refuse
     choice = last.choice.to(hidden_states.device)

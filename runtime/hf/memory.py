@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from sparsekv.kernels.topk import BLOCK_ELEMENTS
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.model import AttentionGroup, ModelInfo, kv_bytes
+from sparsekv.plans.model import INDEXED, AttentionGroup, ModelInfo, kv_bytes
 from sparsekv.plans.phases import DecodePlan, Eviction, PrefillPlan
 from sparsekv.plans.types import format_ids
-from sparsekv.runtime.architecture import Recurrence, architecture_of, recurrence_of
+from sparsekv.runtime.architecture import Recurrence, record_of, recurrence_of
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.hf.describe import config_of, takes_one_piece
@@ -38,6 +38,7 @@ _LONGEST = 1 << 30  # tokens: where the search for a length ends
 # Room for index lists, a query's scores and slot tables of decode, and blocks of other sizes than the freed ones: seven
 # measured passes of 32K to 1.5M tokens took 0.93 to 1.07 times as much as is counted without it.
 _MEASURED = 11 / 10
+_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim")  # of keys and values, and of an indexer's keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,14 @@ class ModelSize:
     recurrence: Recurrence | None = None  # of its layers with a recurrent state
     whole: bool = False  # whether its layers are called whole, also of long inputs
     inputs: int = 0  # numbers that a token has for the layers' own inputs, all together
+    latent: int = 0  # numbers of a token in transformers' cache of a model with indexers, at least
 
     @classmethod
     def of(cls, model: PreTrainedModel, info: ModelInfo) -> ModelSize:
         """The sizes of a model, which may be on the meta device."""
         tensors = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
         config: Any = config_of(model)
-        record, recurs = architecture_of(config.model_type), any(group.kind == "linear" for group in info.attention)
+        record, recurs = record_of(config.model_type), any(group.kind == "linear" for group in info.attention)
         return cls(
             info,
             model.dtype,
@@ -68,6 +70,7 @@ class ModelSize:
             recurrence_of(config) if recurs else None,
             recurs or record.runs_whole(config),
             info.layers * (getattr(config, "hidden_size_per_layer_input", 0) or 0),
+            sum(getattr(config, name) for name in _LATENT) * info.layers if info.model_type in INDEXED else 0,
         )
 
     @classmethod
@@ -78,9 +81,14 @@ class ModelSize:
             model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=dtype))
         return cls.of(model, info)
 
+    def cached(self, tokens: int) -> int:
+        """Bytes of the keys and values of so many tokens."""
+        item = self.dtype.itemsize
+        return tokens * self.latent * item if self.latent else kv_bytes(self.info.attention, tokens, item)
+
     def check_fits(self, available: int | None, tokens: int = 0) -> None:
         """Refuses a model too large for one device beside a prompt's keys and values, before its weights are read."""
-        cached = kv_bytes(self.info.attention, tokens, self.dtype.itemsize)
+        cached = self.cached(tokens)
         if available is None or self.weights + cached <= available:
             return
         beside = f" and {cached / 2**30:.1f} GiB for keys and values of {tokens:,} tokens" if cached else ""

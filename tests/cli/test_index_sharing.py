@@ -15,12 +15,17 @@ def test_a_plan_of_a_model_with_indexers_is_made_and_run_and_exported(sparsekv, 
     assert "1 of 3 layers attend to what the indexers of layers 0 and 2 chose last" in done.out
     done = sparsekv("plan", folder, *FEW, "--force", "--profile-out", tmp_path / "profile")
     assert (done.code, "--profile-out" in done.err) == (2, True), done.err
-    assert sparsekv("export", folder, "--to", "index-topk").out == '{"index_topk_pattern": "FSF"}\n'
+    line = sparsekv("export", folder, "--to", "index-topk").out
+    assert line == '{"index_topk_pattern": "FSF", "indexer_types": null}\n'
     assert "FSF" in sparsekv("show", folder, "--full").out
     run = ("run", folder, "--prompt", "a" * 40, "--max-new-tokens", 2)
     done = sparsekv(*run, "--compare")
     assert (done.code, "all new tokens are the same" in done.out) == (0, True), done.err
     assert "1 of 3 layers attend" in done.err
-    for option, word in (("--dry-run", "indexer"), ("--exact=all", "exact"), ("--only=decode", "prefill=False")):
+    for option, word in (
+        ("--dry-run", "480 bytes a token"),
+        ("--exact=all", "exact"),
+        ("--only=decode", "prefill=False"),
+    ):
         done = sparsekv(*run, option)
         assert (done.code, word in done.err) == (2, True), done.err

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from plans_samples import full_plan, model_info, small_plan
+from plans_samples import full_plan, model_info, sharing_plan, small_plan
 from pydantic import ValidationError
 
 from sparsekv.kernels.index.build import build_index
@@ -23,6 +23,7 @@ from sparsekv.plans.phases import (
     DecodeBudget,
     DecodePlan,
     HeadGroup,
+    IndexSharing,
     PrefillBucket,
     PrefillPlan,
     Segment,
@@ -142,6 +143,13 @@ def test_lists_of_layers_are_segments(data: object, expected: object, budget: in
     segments = imported(Source("list.json", json.dumps(data).encode())).decode.bucket(CONTEXT).segments
     assert [(one.filter, one.layers) for one in segments] == expected
     assert {one.budget.resolve(CONTEXT) for one in segments} == {budget}
+
+
+def test_an_exported_pattern_of_indexers_comes_back_as_it_was() -> None:
+    plan = sharing_plan()
+    file = Source("line.json", WRITERS["index-topk"](plan).data)
+    again, notes = plan_of(file, recognised(file), plan.model)
+    assert (again.index_sharing, again.decode, notes) == (IndexSharing(pattern="FSSFFSSS"), None, ())
 
 
 @pytest.mark.parametrize("to", ["sparseengine", "indexcache"])

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from plans_samples import sharing_plan as exported_plan
+from pydantic import ValidationError
 from tiny_indexers import KINDS, PLANTED, planted_model
 from tiny_models import random_tokens, tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import sparsekv
 from sparsekv.plans.errors import PlanMismatchError, UnsupportedError, UsageError
@@ -51,6 +53,8 @@ def test_a_model_under_a_plan_is_that_plans_until_it_is_closed(kind: str) -> Non
         shared = logits(model)
         assert not torch.equal(shared, dense)
         handle.suspend()
+        with pytest.raises(UsageError, match="suspended"):
+            handle.__enter__()
         assert torch.equal(logits(model), dense)
         handle.resume()
         assert torch.equal(logits(model), shared)
@@ -84,11 +88,8 @@ def test_transformers_runs_the_exported_pattern_as_the_plan_does(tmp_path: Path)
     model = planted_model("glm_moe_dsa")
     plan = sharing_plan(model, OTHER)
     exported = WRITERS["index-topk"](plan).data
-    assert exported == b'{"index_topk_pattern": "FSSSFS"}\n'
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    del config["indexer_types"]  # which goes over the pattern, as the export says
-    assert any("indexer_types" in lost for lost in WRITERS["index-topk"](plan).lost)
     (tmp_path / "config.json").write_text(json.dumps(config | json.loads(exported)))
     native = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert [layer.self_attn.indexer is not None for layer in native.model.layers] == [letter == "F" for letter in OTHER]
@@ -96,6 +97,44 @@ def test_transformers_runs_the_exported_pattern_as_the_plan_does(tmp_path: Path)
         assert torch.equal(logits(native), logits(model))
     with pytest.raises(UnsupportedError, match="none in layers 1-3,5, which share"):
         sparsekv.apply(native, sharing_plan(native, OTHER))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sglang_reads_the_exported_line_over_a_config_as_the_plan_does(kind: str) -> None:
+    """By a record of its reader (tools/record_sglang_reader.py), which reads a config's own `indexer_types` first."""
+    record = json.loads((Path(__file__).parents[2] / "data/sglang_reader.json").read_text())
+    plan, config = exported_plan(), AutoConfig.for_model(kind, num_hidden_layers=8)
+    config.update(json.loads(WRITERS["index-topk"](plan).data))
+    seen = {name: getattr(config, name) for name in record["reads"] if hasattr(config, name)}
+    (reusing,) = [case["reusing"] for case in record["cases"] if case["config"] == seen]
+    assert plan.index_sharing is not None
+    assert {*reusing} == plan.index_sharing.reused
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_that_reuses_a_choice_attends_to_the_tokens_of_that_choice_alone(kind: str) -> None:
+    """Compared with layers whose own indexers choose all tokens, of which a mask leaves those of the choice."""
+    model, choices = planted_model(kind), {}
+    with sparsekv.apply(model, sharing_plan(model, OTHER)):
+        shared = logits(model)
+
+    def keep(indexer: Any, given: Any, choice_BSK: torch.Tensor) -> None:
+        choices["last"] = choice_BSK.long()
+
+    def mask(attention: Any, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        past_B1ST = named["attention_mask"]
+        unchosen = past_B1ST.new_ones(past_B1ST.shape, dtype=torch.bool).scatter(-1, choices["last"][:, None], False)
+        return given, named | {"attention_mask": past_B1ST.masked_fill(unchosen, torch.finfo(torch.float32).min)}
+
+    model.set_attn_implementation("eager")  # whose masks are numbers
+    for layer, letter in zip(model.model.layers, OTHER, strict=True):
+        if letter == "F":
+            layer.self_attn.indexer.register_forward_hook(keep)
+        else:
+            layer.self_attn.indexer.index_topk = IDS.shape[1]
+            layer.self_attn.register_forward_pre_hook(mask, with_kwargs=True)
+    torch.testing.assert_close(logits(model), shared)
 
 
 @pytest.mark.parametrize(
@@ -122,5 +161,5 @@ def test_other_models_and_hosts_refuse_it() -> None:
         sparsekv.apply(tiny_model(layers=2), plan)
     with pytest.raises(UnsupportedError, match="--to index-topk"):
         refuse(plan, plan.model, Host("vLLM"))
-    with pytest.raises(UnsupportedError, match="sparsekv plan"):
-        sparsekv.apply(model, plan.model_copy(update={"index_sharing": None}))
+    with pytest.raises(ValidationError, match="found no index_sharing"):
+        Plan(status="unverified", model=plan.model)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_indexers import planted_model
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, drops, info_of, plan_for, segment
 from torch_state import most_allocated
@@ -47,6 +48,13 @@ def test_the_size_of_a_config_is_that_of_the_model_made_of_it(model, size):
     found = ModelSize.from_config(model.config, model.dtype, "tests/tiny")
     assert found.weights == size.weights == model.get_memory_footprint()
     assert (found.hidden, found.intermediate, found.dtype) == (64, 96, torch.float32)
+
+
+def test_keys_of_a_model_with_indexers_are_counted_as_its_cache_has_them() -> None:
+    model = planted_model("deepseek_v32", "FS")
+    cache = model(random_tokens(1, 40), use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes + layer.indexer_keys.nbytes for layer in cache.layers)
+    assert ModelSize.of(model, describe_model(model, "tests/indexers")).cached(40) == held
 
 
 @pytest.mark.parametrize("heads", ["max", "per_kv_head"])
