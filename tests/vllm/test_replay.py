@@ -109,6 +109,9 @@ def test_every_step_of_cramped_requests_has_the_logits_of_the_transformers_host_
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
 
+LONGEST = 11  # pages of a session: one that does not fit would wait for ever
+
+
 def play(engine: Any, source: random.Random, text: list[int], agents: int) -> list[Any]:
     """Turns of agents, each of which goes on from its prompt and answer before, or from an earlier part of it; new ones
     come at random steps. Returns the outputs."""
@@ -142,7 +145,7 @@ def check_sessions(engine: Any, sparse: Oracle, text: list[int], seed: int, agen
         that they are dense behind a sparse past.
     """
     source = random.Random(seed)
-    with cramped(engine, source.randrange(96, 513), source.randrange(9, 15)), recorded(engine) as recording:
+    with cramped(engine, source.randrange(96, 513), source.randrange(LONGEST, 15)), recorded(engine) as recording:
         ended = play(engine, source, text, agents)
     assert engine.reset_prefix_cache(), "pages are still taken"
     assert_replayed(sparse, recording)
