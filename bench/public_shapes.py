@@ -131,8 +131,16 @@ _GPT_OSS_20B = _shape("gpt_oss", 150000.0, 24, 2880, 2880, 64, 8, 201088, 131072
         "original_max_position_embeddings": 4096,
     },
 }
+_FULL, _LOCAL = "full_attention", "sliding_attention"
+_LAGUNA_XS = {
+    "model_type": "laguna",
+    "max_position_embeddings": 262144,
+    "layer_types": [_FULL, *[_LOCAL] * 3] * 10,
+    "num_attention_heads_per_layer": [48, *[64] * 3] * 10,
+}
 
-# By alias, see plans/data/aliases.toml.
+# By alias, see plans/data/aliases.toml. The sizes that a config of transformers has by default are those of its first
+# checkpoint.
 PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": _llama(8192, 5e5),
     "llama3-8b-262k": _llama(262144, 283461213.0),
@@ -160,6 +168,11 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
     "glm4.5-air": _GLM4_5_AIR,
     "minimax-m2": _MINIMAX_M2,
     "gpt-oss-20b": _GPT_OSS_20B,
+    "hy3": {"model_type": "hy_v3"},
+    "jais2-8b": {"model_type": "jais2"},
+    "laguna-xs": _LAGUNA_XS,
+    "mellum2-12b": {"model_type": "mellum", "layer_types": [*[_LOCAL] * 3, _FULL] * 7},
+    "phi3.5-moe": {"model_type": "phimoe"},
 }
 
 

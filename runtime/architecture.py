@@ -121,6 +121,9 @@ ARCHITECTURES = {
         Architecture("bamba", mlp="feed_forward", last_norm="final_layernorm", whole=True, needs_position_ids=True),
         Architecture("cohere", norms=_ONE, parallel=True),
         Architecture("cohere2", norms=_ONE, parallel=True),
+        Architecture(
+            "cohere2_moe", norms=_ONE, parallel=True, experts="intermediate_size", shared="num_shared_experts"
+        ),
         Architecture("cwm"),
         Architecture("dots1", experts=_MOE, shared="n_shared_experts"),
         Architecture("ernie4_5"),
@@ -148,11 +151,13 @@ ARCHITECTURES = {
                 experts="intermediate_size",
                 shared="shared_intermediate_size",
             )
-            for name in ("granitemoehybrid", "granitemoeshared")
+            for name in ("granitemoe_swa", "granitemoehybrid", "granitemoeshared")
         ),
         Architecture("helium"),
         Architecture("hunyuan_v1_dense"),
         Architecture("hunyuan_v1_moe", experts="intermediate_size", shared="intermediate_size"),
+        Architecture("hy_v3", experts=_MOE, shared="num_shared_experts"),
+        Architecture("jais2"),
         *(
             Architecture(
                 name,
@@ -172,7 +177,9 @@ ARCHITECTURES = {
             experts="intermediate_size",
             one_piece=True,
         ),
+        Architecture("laguna", experts=_MOE, shared="shared_expert_intermediate_size", whole=True),
         Architecture("llama"),
+        Architecture("mellum", experts=_MOE),
         Architecture("minimax_m2", experts="intermediate_size"),
         Architecture("ministral"),
         Architecture("ministral3"),
@@ -193,6 +200,7 @@ ARCHITECTURES = {
             at_once=4,
         ),
         Architecture("phi3", at_once=4, idle=("resid_attn_dropout", "resid_mlp_dropout")),
+        Architecture("phimoe", experts="intermediate_size"),
         Architecture("qwen2"),
         Architecture("qwen2_moe", experts=_MOE, shared="shared_expert_intermediate_size"),
         Architecture("qwen3"),

@@ -59,7 +59,9 @@ def describe_config(config: PreTrainedConfig, source: str | None = None, revisio
 # new tensors of a fine-tune change (vocabulary, tied embeddings), or a longer context.
 _SETTINGS = (
     *("attention_multiplier", "embedding_multiplier", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
-    *("residual_multiplier", "route_scale", "routed_scaling_factor", "mup_enabled"),
+    *("residual_multiplier", "route_scale", "routed_scaling_factor", "moe_routed_scaling_factor", "mup_enabled"),
+    *("router_scaling_factor", "router_jitter_noise", "moe_router_logit_softcapping", "expert_selection_fn"),
+    *("shared_expert_combination_strategy", "prefix_dense_sliding_window_pattern"),
     *("attn_logit_softcapping", "clip_qkv", "final_logit_softcapping", "swiglu_alpha", "swiglu_limit"),
     *("layer_norm_eps", "norm_eps", "norm_epsilon", "rms_norm_eps"),
     *("moe_k", "moe_norm_min", "moe_topk", "n_group", "norm_topk_prob", "num_experts_per_tok", "top_k_experts"),
@@ -108,7 +110,7 @@ def attention_groups(config: PreTrainedConfig) -> tuple[AttentionGroup, ...]:
 
 def _softmax_group(config: PreTrainedConfig, layer: int) -> AttentionGroup:
     """Returns the group of a layer, its number left out: equal layers have equal groups."""
-    of_layer, window, heads = config_of_layer(config, layer), _window(config, layer), config.num_attention_heads
+    of_layer, window, heads = config_of_layer(config, layer), _window(config, layer), heads_of_layer(config, layer)
     sizes = (getattr(of_layer, name, None) for name in ("qk_head_dim", "head_dim"))  # the first is of MLA
     return AttentionGroup(
         layers=(0,),
@@ -119,6 +121,11 @@ def _softmax_group(config: PreTrainedConfig, layer: int) -> AttentionGroup:
         window=window,
         keys_of=_keys_of(config, layer),
     )
+
+
+def heads_of_layer(config: PreTrainedConfig, layer: int) -> int:
+    by_layer = getattr(config, "num_attention_heads_per_layer", None)
+    return int(by_layer[layer] if by_layer else config.num_attention_heads)
 
 
 def config_of_layer(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:

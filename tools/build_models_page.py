@@ -29,6 +29,7 @@ FAMILIES = {  # the name that people know, and what neither the record nor the t
     "bamba": ("Bamba", ""),
     "cohere": ("Command R", "scaled logits"),
     "cohere2": ("Command A, Command R7B", "scaled logits, global layers without rotary angles"),
+    "cohere2_moe": ("Command A+", "scaled logits, global layers without rotary angles"),
     "cwm": ("Code World Model", ""),
     "dots1": ("dots.llm1", ""),
     "ernie4_5": ("ERNIE-4.5", ""),
@@ -47,15 +48,20 @@ FAMILIES = {  # the name that people know, and what neither the record nor the t
     "granite": ("Granite", ""),
     "granite_swa": ("Granite with windows", "learned sinks"),
     "granitemoe": ("Granite-MoE", ""),
+    "granitemoe_swa": ("Granite-MoE with windows", "learned sinks"),
     "granitemoehybrid": ("Granite-4", ""),
     "granitemoeshared": ("Granite-MoE, shared", ""),
     "helium": ("Helium", ""),
     "hunyuan_v1_dense": ("Hunyuan", ""),
     "hunyuan_v1_moe": ("Hunyuan-A13B", ""),
+    "hy_v3": ("Hy3", ""),
+    "jais2": ("Jais-2", ""),
     "jamba": ("Jamba", "no rotary angles"),
+    "laguna": ("Laguna", "gated attention, more query heads in local layers"),
     "lfm2": ("LFM2", ""),
     "lfm2_moe": ("LFM2-MoE", ""),
     "llama": ("Llama", ""),
+    "mellum": ("Mellum 2", "two rotary bases"),
     "minimax_m2": ("MiniMax-M2", ""),
     "ministral": ("Ministral", ""),
     "ministral3": ("Ministral-3", "queries that grow with their position"),
@@ -68,6 +74,7 @@ FAMILIES = {  # the name that people know, and what neither the record nor the t
     "olmoe": ("OLMoE", ""),
     "phi": ("Phi-1, Phi-2", ""),
     "phi3": ("Phi-3, Phi-4-mini", "fused projections, long rope"),
+    "phimoe": ("Phi-3.5-MoE", "long rope"),
     "qwen2": ("Qwen2, Qwen2.5", ""),
     "qwen2_moe": ("Qwen2-MoE", ""),
     "qwen3": ("Qwen3", ""),
@@ -123,9 +130,9 @@ ON_GPU = {  # what the tests do not say
 }
 NO_RECORD = {  # why other causal models of transformers have no record, and their model types
     "not run: a record may be all that it takes": (
-        "apertus1p5_text aria_text beam bitnet cohere2_moe dbrx exaone flint gemma3n gemma3n_text gemma4_unified "
-        "gemma4_unified_text granitemoe_swa hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna "
-        "mellum mimo_v2_flash nanochat phi4_multimodal phimoe sarvam_moe"
+        "apertus1p5_text aria_text beam bitnet dbrx exaone flint gemma3n gemma3n_text gemma4_unified "
+        "gemma4_unified_text hyperclovax internlm3 iquestcoder jetmoe kolibri1 "
+        "mimo_v2_flash nanochat phi4_multimodal sarvam_moe"
     ),
     "contexts of a few thousand tokens": (
         "biogpt codegen ctrl gpt-sw3 gpt2 gpt_bigcode gpt_neox gptj modernbert-decoder openai-gpt opt persimmon xglm"

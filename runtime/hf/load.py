@@ -39,6 +39,7 @@ from sparsekv.runtime.hub import needs_cache, without_model
 from sparsekv.runtime.model_config import (
     config_of_layer,
     decoder_config,
+    heads_of_layer,
     quantisation_of,
     rope_of_text,
     torch_device,
@@ -208,7 +209,7 @@ def _check_config(config: PreTrainedConfig, where: str) -> None:
     for layer in range(config.num_hidden_layers):
         of_layer = config_of_layer(config, layer)
         _check_counts(of_layer, _COUNTS_IF_ANY, where)
-        heads, kv_heads = config.num_attention_heads, getattr(of_layer, "num_key_value_heads", None)
+        heads, kv_heads = heads_of_layer(config, layer), getattr(of_layer, "num_key_value_heads", None)
         if kv_heads and heads % kv_heads:
             raise UsageError(f"expected {heads} attention heads {where} to be a multiple of {kv_heads} key-value heads")
     rope = getattr(config, "rope_parameters", None)

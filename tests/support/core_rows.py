@@ -403,6 +403,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {  # which change the parts of 
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
         },
     ),
+    "laguna, heads by layer": (
+        "laguna",
+        {"num_attention_heads_per_layer": [4, 8, 4, 2], "gating": "per-element", **LOCAL},
+    ),
 }
 
 

@@ -19,20 +19,11 @@ USUAL = (
 )
 # Of one test of everything in every run, and of the whole matrix in a slow one.
 MORE = (
-    *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "dots1", "ernie4_5_moe", "exaone4", "exaone_moe"),
-    *(
-        "flex_olmo",
-        "gemma",
-        "gemma4_text",
-        "glm4",
-        "glm4_moe",
-        "granite_swa",
-        "granitemoeshared",
-        "helium",
-        "hunyuan_v1_dense",
-    ),
-    *("hunyuan_v1_moe", "minimax_m2", "ministral", "ministral3", "nemotron", "olmo", "olmo3", "olmoe", "phi"),
-    *("solar_open", "stablelm", "starcoder2", "vaultgemma"),
+    *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5_moe", "exaone4"),
+    *("exaone_moe", "flex_olmo", "gemma", "gemma4_text", "glm4", "glm4_moe", "granite_swa", "granitemoe_swa"),
+    *("granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "jais2", "laguna", "mellum"),
+    *("minimax_m2", "ministral", "ministral3", "nemotron", "olmo", "olmo3", "olmoe", "phi", "phimoe", "solar_open"),
+    *("stablelm", "starcoder2", "vaultgemma"),
 )
 ARCHITECTURES = (*USUAL, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE))
 _FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_experts": 4, "num_local_experts": 4}
@@ -49,6 +40,8 @@ _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leav
     "bamba": _MAMBA,
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"logit_scale": 0.5},
+    "cohere2_moe": _FEW_EXPERTS
+    | {"first_k_dense_replace": 1, "num_shared_experts": 1, "prefix_dense_intermediate_size": 112},
     "cwm": {"bos_token_id": 1, "eos_token_id": []},
     "dots1": _GROUPS | {"first_k_dense_replace": 1},
     "ernie4_5_moe": {"moe_k": 2, "moe_intermediate_size": 48, "moe_num_experts": 4, "moe_num_shared_experts": 1},
@@ -65,10 +58,14 @@ _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leav
     "granitemoe": _FEW_EXPERTS | _GRANITE,
     "granitemoehybrid": _FEW_EXPERTS | _GRANITE | _MAMBA | {"shared_intermediate_size": 40},
     "granitemoeshared": _FEW_EXPERTS | _GRANITE | {"shared_intermediate_size": 40},
+    "granitemoe_swa": _FEW_EXPERTS | _GRANITE | {"shared_intermediate_size": 40, "attn_implementation": "eager"},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "hy_v3": _FEW_EXPERTS,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_dt_rank": 4},
+    "laguna": _SHARED | {"moe_routed_scaling_factor": 2.0},
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "lfm2_moe": _FEW_EXPERTS | {"num_dense_layers": 1},
+    "mellum": _FEW_EXPERTS,
     "minimax_m2": _FEW_EXPERTS,
     "ministral3": {
         "rope_parameters": {
@@ -83,6 +80,7 @@ _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leav
     "olmo": {"clip_qkv": 2.0},
     "olmoe": _FEW_EXPERTS,
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "phimoe": _FEW_EXPERTS,
     "qwen2_moe": _SHARED,
     "qwen3_moe": _FEW_EXPERTS | {"mlp_only_layers": [1]},
     "qwen3_5_moe_text": _SHARED,
@@ -92,8 +90,8 @@ _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leav
     "vaultgemma": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0, "attn_implementation": "eager"},
 }
 WINDOWED = (  # whose layers have a window of their own where nothing else is said
-    *("afmoe", "cohere2", "cwm", "dots1", "exaone4", "exaone_moe", "gemma2", "gemma4_text", "gpt_oss"),
-    *("granite_swa", "ministral", "olmo3", "vaultgemma", SHARED),
+    *("afmoe", "cohere2", "cohere2_moe", "cwm", "dots1", "exaone4", "exaone_moe", "gemma2", "gemma4_text", "gpt_oss"),
+    *("granite_swa", "granitemoe_swa", "laguna", "mellum", "ministral", "olmo3", "vaultgemma", SHARED),
 )
 _SQUARE = ("helium", "olmoe", "stablelm")  # whose heads are together as wide as a hidden state
 # One of each kind, for what does not depend on the numbers of a family.

@@ -23,18 +23,20 @@ CUT = Chunking(above=20, rows=17, output_bytes=1)
 FULL = (AShape(sink=tokens(1), window=fraction(1.0)), BlockSparse(keep=fraction(1.0)), Dense())
 
 
-@pytest.fixture(scope="module")
-def long_rope():
-    pairs = 4  # of half a head of 16
+@pytest.fixture(scope="module", params=["phi3", "phimoe"])
+def long_rope(request):
+    pairs = 4 if request.param == "phi3" else 8  # of half a head of 16, or of all of it
     rope = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
+        "partial_rotary_factor": pairs / 8,
         "original_max_position_embeddings": SWITCH,
         "short_factor": [1.0] * pairs,
         "long_factor": [1.0 + number for number in range(pairs)],
+        "short_mscale": 1.2,
+        "long_mscale": 1.5,
     }
-    return tiny_model("phi3", head_dim=16, rope_parameters=rope, original_max_position_embeddings=SWITCH)
+    return tiny_model(request.param, head_dim=16, rope_parameters=rope, original_max_position_embeddings=SWITCH)
 
 
 def full_plan(model):
@@ -95,8 +97,8 @@ def test_local_layers_are_never_filters_and_windows_beyond_the_context_are_none(
     ("architecture", "widths"),
     [
         *((name, {"ffn": 256, "hidden": 128}) for name in ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")),
-        *((name, WIDE) for name in ("afmoe", "apertus", "cohere", "glm", "glm4", "gpt_oss", "granitemoeshared")),
-        *((name, WIDE) for name in ("minimax_m2", "phi", "phi3")),
+        *((name, WIDE) for name in ("afmoe", "apertus", "cohere", "cohere2_moe", "glm", "glm4", "gpt_oss")),
+        *((name, WIDE) for name in ("granitemoeshared", "laguna", "minimax_m2", "phi", "phi3")),
         *((name, WIDE) for name in ("gemma3_text", "llama", "olmo2", "qwen3")),
     ],
 )

@@ -17,7 +17,7 @@ from sparsekv.runtime.hf.long_inputs import Chunking
 CUT = Chunking(above=20, rows=17, output_bytes=1)  # a group of heads at a time
 ONE_PIECE = Chunking(above=20, rows=1 << 20)
 WHOLE = Chunking(above=1 << 30)
-CALLED_WHOLE = ("afmoe", "gemma4_text")
+CALLED_WHOLE = ("afmoe", "gemma4_text", "laguna")
 
 
 def close(found, expected):
