@@ -3,7 +3,9 @@ from the engine's own pages.
 
 A layer of a segment is computed by two kernels, as one captured graph serves every step: the engine's for the rows that
 attend to everything (short ones, single rows of a prompt, those that the score scratch has no room for), to which the
-others have no tokens; ours for the rows that choose, which writes no others.
+others have no tokens; ours for the rows that choose, which writes no others. Where the engine has other graphs for
+steps in which nothing chooses, ours alone computes all rows: an empty kernel a layer takes a tenth of a small model's
+step.
 
 Beside a drafter a request has several decode rows in a step, its newest token and those that are verified, each with a
 length and a choice of its own: a verified token is the one that decode without a drafter gives.
@@ -98,6 +100,7 @@ class DecodeHost:
         least: int | None = 0,
         starts_X: torch.Tensor | None = None,
         rows: int = 0,
+        whole: bool = False,
     ) -> DecodeRows:
         """The decode rows of a step that begins.
 
@@ -107,6 +110,7 @@ class DecodeHost:
             part_of: builds the engine's metadata of these requests where the step has others.
             least: tokens of the shortest request that may choose; None where none may.
             starts_X: int32, the first of the `rows` of each request, then the end of all; None where each has one.
+            whole: the rows that do not choose are ours as well.
         """
         alone = starts_X is None
         may_B = self._lengths_R[: len(lengths_B)] if alone else torch.empty_like(lengths_B)
@@ -116,18 +120,15 @@ class DecodeHost:
             torch.mul(lengths_B, lengths_B >= least, out=may_B)
         for request in prompts:
             may_B[request].zero_()
-        lengths_R = may_B if starts_X is None else self._of_rows(may_B, starts_X[1:])[:rows]
+        several = None
+        if starts_X is not None:  # graphs may have more rows than the requests
+            number_R = torch.arange(len(self._lengths_R), dtype=torch.int32, device=starts_X.device)
+            torch.searchsorted(starts_X[1:], number_R, right=True, out=self._request_R).clamp_(max=len(lengths_B) - 1)
+            self._lengths_R.copy_(_row_lengths(may_B, Requests(self._request_R, starts_X, self._queries)))
+            several = Requests(self._request_R[:rows], starts_X, self._queries)
+        lengths_R = may_B if several is None else self._lengths_R[:rows]
         self._state.begin(lengths_R, lengths_R.device)
-        several = None if starts_X is None else Requests(self._request_R[:rows], starts_X, self._queries)
-        return DecodeRows(self._state, self._backend, lengths_B, table_BP, part_of, several)
-
-    def _of_rows(self, lengths_B: torch.Tensor, ends_B: torch.Tensor) -> torch.Tensor:
-        """The length of each row, 0 where its request has none, and behind the last one: graphs may have more rows."""
-        number_R = torch.arange(len(self._lengths_R), dtype=torch.int32, device=ends_B.device)
-        request_R = torch.searchsorted(ends_B, number_R, right=True, out=self._request_R)
-        request_R.clamp_(max=len(ends_B) - 1)
-        left_R = ends_B[request_R] - number_R
-        return torch.mul(lengths_B[request_R] - left_R + 1, left_R > 0, out=self._lengths_R).clamp_(min=0)
+        return DecodeRows(self._state, self._backend, lengths_B, table_BP, part_of, several, whole)
 
     def warm_up(
         self, layers: Sequence[LayerProgram], pages: tuple[torch.Tensor, torch.Tensor], longest: int,
@@ -159,6 +160,7 @@ class DecodeRows:
     table_BP: torch.Tensor
     part_of: Callable[[], Any] | None
     several: Requests | None  # None where each request has one row
+    whole: bool  # also the rows that do not choose
     _rest: dict[Hashable, Any] = field(default_factory=dict)
     _sparse: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -171,10 +173,15 @@ class DecodeRows:
         return slice(len(self.state.lengths_B))
 
     def _lengths(self, layer: LayerProgram) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lengths of the requests of which a row chooses for this layer, and of their rows; 0 for the others. Rows that
-        attend to everything beside one that chooses, at the edge of a bucket, are computed with it."""
-        key = layer.role.rows_key
+        """Lengths of the requests that are computed here, and of their rows; 0 for the others: those of which a row
+        chooses for this layer. Rows that attend to everything beside one that chooses, at the edge of a bucket, are
+        computed with it."""
+        key = None if self.whole else layer.role.rows_key
         if key not in self._sparse:
+            if self.whole:
+                lengths_R = self.lengths_B if self.several is None else _row_lengths(self.lengths_B, self.several)
+                self._sparse[key] = self.lengths_B, lengths_R
+                return self._sparse[key]
             sparse_R = sparse_B = layer.role.sparse_lengths(self.state, self.backend)
             if self.several is not None:
                 request_R = self.several.of_row_B
@@ -184,12 +191,12 @@ class DecodeRows:
         return self._sparse[key]
 
     def left(self, layer: LayerProgram) -> torch.Tensor:
-        """int32 [B]: the lengths of the requests that do not choose for this layer, 0 for the others."""
+        """int32 [B]: the lengths of the requests that the engine's kernel computes, 0 for the others."""
         return self.lengths_B - self._lengths(layer)[0]
 
     def rest(self, layer: LayerProgram, metadata: Any, without: Callable[[Any, torch.Tensor], Any]) -> Any:
-        """The metadata of the rows that do not choose for this layer, for the engine's kernel; built once a step and
-        segment. `without` gives metadata other lengths, 0 for rows that choose."""
+        """The metadata of the rows that are not computed here, for the engine's kernel; built once a step and segment.
+        `without` gives metadata other lengths, 0 for rows that choose."""
         key = layer.role.rows_key
         if key not in self._rest:
             whole = metadata if self.part_of is None else self.part_of()
@@ -200,7 +207,7 @@ class DecodeRows:
         self, layer: LayerProgram, q_RHD: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out_RHD: torch.Tensor,
         scale: float, softmax: Softmax = PLAIN, scales: Scales | None = None,
     ) -> None:  # fmt: skip
-        """Writes the output of the requests that choose for this layer, and of no others. Pages are [N, G, S, D] each,
+        """Writes the output of the requests that are computed here, and of no others. Pages are [N, G, S, D] each,
         of any strides; scales are of pages, and maybe queries, in e4m3."""
         if scales is not None:
             pages = pages[0].view(FLOAT8), pages[1].view(FLOAT8)
@@ -209,6 +216,14 @@ class DecodeRows:
             layer, q_RHD[:, :, None], Resident(keys), self.state, scale=scale, backend=self.backend,
             out_BHQD=out_RHD[:, :, None],
         )  # fmt: skip
+
+
+def _row_lengths(lengths_B: torch.Tensor, several: Requests) -> torch.Tensor:
+    """int32 [R]: tokens that each row attends to; 0 where its request has none, and behind the last row of all."""
+    request_R = several.of_row_B
+    number_R = torch.arange(len(request_R), dtype=torch.int32, device=request_R.device)
+    left_R = several.starts_X[1:][request_R] - number_R
+    return ((lengths_B[request_R] - left_R + 1) * (left_R > 0)).clamp_(min=0)
 
 
 def _scratch(program: Program, tokens: int, device: torch.device, gather: Gather | None, shares: int = 1) -> int:

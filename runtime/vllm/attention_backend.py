@@ -173,7 +173,7 @@ class SparseImpl(_Impl):
             dense(*given)
             return
         parts = step.rest(done if decode is None else done.union(decode.requests))
-        if decode is not None:  # whose rows are the first of the step
+        if decode is not None and not decode.whole:  # whose rows are the first of the step
             others = decode.rest(program, attn_metadata, vllm.platform.of_lengths)
             parts = (Rest(decode.rows, others), *parts)
         for rest in parts:
@@ -318,8 +318,11 @@ class SparseBuilder(_Builder):
         starts, lengths, unfinished = requests_of(common)
         # Captured graphs do not tell a prompt's row from a decoded one or drafts: it goes with those, and is dense.
         decoded = 0 if host.decode is None else host.decoded
-        alone = [False] * len(lengths) if vllm.platform.captures else behind_decode(starts, unfinished, decoded)
-        prefill = prefill_rows(starts, lengths, alone, host.decoded)
+        prefill: tuple[PrefillRows, ...] = ()
+        if not vllm.platform.captures:
+            prefill = prefill_rows(starts, lengths, behind_decode(starts, unfinished, decoded), host.decoded)
+        elif common.max_query_len > host.decoded:  # else a step of decode alone, for which the device waits
+            prefill = prefill_rows(starts, lengths, [False] * len(lengths), host.decoded)
         prompts = () if evicted is None else evicted.prompts
         decoding = decode_rows(starts, prefill)
         if self._counts:
@@ -367,8 +370,9 @@ class SparseBuilder(_Builder):
         part_of = None if alone else partial(self._part_of, common, 0, requests)
         starts_X = common.query_start_loc[: requests + 1] if verifies else None
         chosen = decode.begin(
-            common.seq_lens[:requests], prompts, common.block_table_tensor[:requests], part_of, least, starts_X, rows
-        )
+            common.seq_lens[:requests], prompts, common.block_table_tensor[:requests], part_of, least, starts_X, rows,
+            whole=captured and host.holds_dense,
+        )  # fmt: skip
         # A graph of so many rows, where no length pays, holds the engine's kernel alone; one of more rows reads zeros.
         return None if least is None else chosen
 

@@ -25,6 +25,7 @@ from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.core.timed_layers import Launch, RuleFile, TimedLayers, Timers, rule_key
 from sparsekv.runtime.model_config import device_name
+from sparsekv.runtime.paged.step_rows import DecodeRows
 from sparsekv.runtime.settings import cache_folder
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm.engine_host import EngineHost
@@ -33,7 +34,7 @@ Made = TypeVar("Made")
 
 _SECONDS = 5.0
 _SHORT = 128  # tokens: nothing chooses among so few
-_FORM = 2  # of a rule and of what is timed for it
+_FORM = 3  # of a rule and of what is timed for it
 _MOST_TEXT = 1024  # bytes of a rule
 _FINITE = 0x7F  # bytes below it are numbers in e4m3
 _MOST_BYTES = 1 << 31  # of pages, many times a device's cache; more rows share them in another order
@@ -62,6 +63,7 @@ class EngineLayers(TimedLayers):
     costs: dict[int, float | None] = field(default_factory=dict)  # microseconds of a step's idle kernels, by rows
     replays: dict[tuple[int, int, int | None], list[float]] = field(default_factory=dict)
     issued: list[float] = field(default_factory=list)  # microseconds of the program for a layer of each kind
+    begun: list[float] = field(default_factory=list)  # and for a step that chooses, ahead of its graph
 
     @property
     def dtype(self) -> torch.dtype:
@@ -136,7 +138,9 @@ class EngineLayers(TimedLayers):
         if cost is None:
             return 0.0
         dense, sparse = self._step_us(rows, length, 0)
-        return (dense + cost) / sparse
+        if not self.begun:
+            self.begun.extend(self.timers.issued([self._begin(self._pages(1, 1, 1), 1, 1, 0, True)], self.device))
+        return (dense + cost) / (sparse + self.begun[0])
 
     def mixed_gain(self, rows: int, length: int) -> float:
         """Beside prompts the engine's kernel takes the decode rows along, while the program launches ours for each
@@ -144,10 +148,11 @@ class EngineLayers(TimedLayers):
         return self._agreed(self._mixed_gain, rows, length)
 
     def _mixed_gain(self, rows: int, length: int) -> float:
-        whole, *sparse = self._replayed(rows, length, 0)
+        dense_us, *sparse = self._replayed(rows, length, 0)
         if not self.issued:  # at any size and context alike
-            self.issued.extend(self.timers.issued(self._launches(rows, length, 0)[1:], self.device))
-        dense_us, ours_us = self.step_us([whole, *map(max, sparse, self.issued)])
+            launches = self._launches(rows, length, 0, captured=False)[1:]
+            self.issued.extend(self.timers.issued(launches, self.device))
+        dense_us, ours_us = self.step_us([dense_us, *map(max, sparse, self.issued)])
         return dense_us / ours_us
 
     def _agreed(self, gain: Callable[..., float], *args: Any) -> float:
@@ -187,9 +192,9 @@ class EngineLayers(TimedLayers):
                 self.replays[key] = [math.nan] * len(launches)
         return self.replays[key]
 
-    def _launches(self, rows: int, length: int, least: int | None) -> list[Launch]:
-        """A dense layer of a decode step, and one of each kind by the plan; `least` as in `DecodeHost.begin`."""
-        assert self.host.decode is not None
+    def _launches(self, rows: int, length: int, least: int | None, captured: bool = True) -> list[Launch]:
+        """A dense layer of a decode step, and one of each kind by the plan, which the engine captures or launches;
+        `least` as in `DecodeHost.begin`."""
         kinds, scale = [layer for layer, _ in self.kinds], self.size**-0.5
         layer = kinds[0]
         verified = rows * self.host.queries
@@ -197,23 +202,29 @@ class EngineLayers(TimedLayers):
             lambda: (self._pages(rows, length, layer.kv_heads), self._queries(verified, layer.heads))
         )
         out_RHD = torch.empty_like(q_RHD)
-        lengths_B = torch.full((rows,), length, dtype=torch.int32, device=self.device)
-        several = self.host.queries > 1
-        starts_X = (
-            torch.arange(rows + 1, dtype=torch.int32, device=self.device) * self.host.queries if several else None
-        )
-        step = self.host.decode.begin(lengths_B, (), pages.table_BP, None, least, starts_X, verified)
+        whole = captured and self.host.holds_dense
+        step = self._begin(pages, rows, length, least, whole)()
 
         def sparse(layer: LayerProgram) -> Launch:
-            rest = self.dense(q_RHD, pages, step.left(layer).tolist(), out_RHD)
+            rest = None if whole else self.dense(q_RHD, pages, step.left(layer).tolist(), out_RHD)
 
             def launch() -> None:
-                rest()
+                if rest is not None:
+                    rest()
                 step.attend(layer, q_RHD, pages.pages, out_RHD, scale, self.softmax, self.scales)
 
             return launch
 
         return [self.dense(q_RHD, pages, [length] * rows, out_RHD), *map(sparse, kinds)]
+
+    def _begin(self, pages: Pages, rows: int, length: int, least: int | None, whole: bool) -> Callable[[], DecodeRows]:
+        assert self.host.decode is not None
+        lengths_B = torch.full((rows,), length, dtype=torch.int32, device=self.device)
+        queries, starts_X = self.host.queries, None
+        if queries > 1:
+            starts_X = torch.arange(rows + 1, dtype=torch.int32, device=self.device) * queries
+        table_BP = pages.table_BP
+        return partial(self.host.decode.begin, lengths_B, (), table_BP, None, least, starts_X, rows * queries, whole)
 
     def dense(self, q_THD: torch.Tensor, pages: Pages, lengths: Sequence[int], out_THD: torch.Tensor) -> Launch:
         scales, scale = self.scales, self.size**-0.5

@@ -29,8 +29,8 @@ def recorded_choices() -> Iterator[Steps]:
     for the device, so nothing may be captured meanwhile; captured steps are seen as they begin."""
     steps, begin, attend = Steps(), DecodeHost.begin, DecodeRows.attend
 
-    def recording_begin(self: Any, *args: Any) -> DecodeRows:
-        rows = begin(self, *args)
+    def recording_begin(self: Any, *args: Any, **kwargs: Any) -> DecodeRows:
+        rows = begin(self, *args, **kwargs)
         for segment in self._state._segments:
             lengths = rows.state.choosing(segment, rows.backend).tolist()
             steps.chosen += [(segment.filter, length) for length in lengths if length]

@@ -171,7 +171,7 @@ def test_chunks_that_run_as_graphs_are_timed_as_such(host: Any, monkeypatch: pyt
         (0.3, 0.3, 0.1, 1.1 / 0.7, False),
         (0.3, -0.05, 0.1, 1.1 / 1.05, False),
         (0.1, 0.1, 0.3, 0.0, False),
-        (0.1, 0.1, 0.3, 1 / 0.9, True),
+        (0.1, 0.1, 0.3, 1 / 0.92, True),
     ],
     ids=["faster", "faster than with idle kernels", "costs more than it saves at most", "two sets of graphs"],
 )
@@ -179,7 +179,8 @@ def test_decode_kernels_are_captured_where_they_save_more_than_they_cost_idle(
     engine: Any, host: Any, monkeypatch: pytest.MonkeyPatch, longest: float, saved: float, idle: float, gain: float,
     holds_dense: bool,
 ) -> None:  # fmt: skip
-    """Of a layer that takes 1 dense; the engine's kernel has nothing left of what our layers choose for."""
+    """Of a layer that takes 1 dense; the engine's kernel has nothing left of what our layers choose for, and is not
+    there beside a second set. A step that chooses begins later."""
     lengths: list[list[int]] = []
 
     class Layers(EngineLayers):
@@ -188,18 +189,23 @@ def test_decode_kernels_are_captured_where_they_save_more_than_they_cost_idle(
             return lambda: None
 
     def replayed(launches: Any, device: torch.device) -> list[float]:
-        (whole,), (left,) = lengths[-len(launches)], lengths[-1]
+        (whole,), (left,) = (lengths[-1], (0,)) if holds_dense else (lengths[-len(launches)], lengths[-1])
         assert left in (0, whole)
         less = -idle if left else longest if whole == 3072 else saved
         return [1.0, *[1.0 - less * layers_each] * (len(launches) - 1)]
 
-    layers = Layers(host.program, Place("sha256:", 3072, BUDGET, 4, {}), Timers(replayed, replayed), host, CPU, 64)
+    def issued(launches: Any, device: torch.device) -> list[float]:
+        assert launches[0]().whole
+        return [0.02 * len(layers.program.attending) * holds_dense]
+
+    timers = Timers(replayed, replayed, issued)
+    layers = Layers(host.program, Place("sha256:", 3072, BUDGET, 4, {}), timers, host, CPU, 64)
     monkeypatch.setattr(host, "holds_dense", holds_dense)
     counts = [count for _, count in layers.kinds]
     layers_each = len(layers.program.attending) / sum(counts)
     assert layers.decode_gain(1, 2048) == pytest.approx(gain)
     told = {tuple(of) for of in lengths}
-    assert told == {(0,)} | ({(2048,)} if gain else set()) | (set() if holds_dense else {(128,), (3072,)})
+    assert told == {(2048,)} if holds_dense else {(0,), (128,), (3072,)} | ({(2048,)} if gain else set())
 
 
 def test_decode_beside_prompts_is_priced_by_what_the_program_launches(host: Any) -> None:
@@ -235,8 +241,11 @@ def test_ranks_decide_alike_by_the_times_of_the_first_and_stop_where_one_has_no_
     def replayed(launches: Any, device: torch.device) -> list[float]:
         return [1.0, *[2.0] * (len(launches) - 1)]  # here the plan is slower
 
-    program = replace(host.program, rank=Rank(1, 2))
-    layers = EngineLayers(program, Place("sha256:", 3072, BUDGET, 4, {}), Timers(replayed, replayed), host, CPU, 64)
+    def issued(launches: Any, device: torch.device) -> list[float]:
+        return [0.0]
+
+    program, timers = replace(host.program, rank=Rank(1, 2)), Timers(replayed, replayed, issued)
+    layers = EngineLayers(program, Place("sha256:", 3072, BUDGET, 4, {}), timers, host, CPU, 64)
     first = iter(
         [0.0, 8.0, 9.0, 0.0, 10.0, 5.0, 0.0, 10.0, 6.0, 3.0]
     )  # memory, dense, sparse: idle, longest, here; gain

@@ -52,20 +52,23 @@ class Rows:
         self.q_LBHD = torch.randn(len(PROGRAM.layers), rows, HEADS, SIZE, generator=source).to(device)
         self.out_LBHD = torch.full_like(self.q_LBHD, UNTOUCHED)
 
-    def step(self, host: DecodeHost, lengths_B: torch.Tensor, prompts: tuple[int, ...] = ()) -> None:
+    def step(
+        self, host: DecodeHost, lengths_B: torch.Tensor, prompts: tuple[int, ...] = (), whole: bool = False
+    ) -> None:
         """Every layer of a step."""
-        rows = host.begin(lengths_B, prompts, self.table_BP, None)
+        rows = host.begin(lengths_B, prompts, self.table_BP, None, whole=whole)
         for layer, q_BHD, out_BHD in zip(PROGRAM.layers, self.q_LBHD, self.out_LBHD, strict=True):
             rows.attend(layer, q_BHD, self.pages, out_BHD, SIZE**-0.5)
 
-    def alone(self, row: int, length: int) -> torch.Tensor:
+    def alone(self, row: int, length: int, dense: bool = False) -> torch.Tensor:
         """[L, H, D]: all layers of one row, by torch operations."""
         lengths_B, state, found = torch.tensor([length], dtype=torch.int32), DecodeState(PROGRAM.segments), []
         keys = KeyView(*(x.cpu() for x in self.pages), lengths_B, self.table_BP[row, None].cpu())
         state.begin((length,), lengths_B.device)
         for layer, q_BHD in zip(PROGRAM.layers, self.q_LBHD.cpu(), strict=True):
             q_BH1D = q_BHD[row, None, :, None]
-            found.append(decode(layer, q_BH1D, Resident(keys), state, scale=SIZE**-0.5, backend="cpu")[0, :, 0])
+            one = decode(layer, q_BH1D, Resident(keys), state, scale=SIZE**-0.5, backend="cpu", verifies=dense)
+            found.append(one[0, :, 0])
         return torch.stack(found)
 
     def check(self, lengths: tuple[int, ...], choosing: tuple[int, ...]) -> None:
@@ -89,6 +92,23 @@ def test_only_rows_that_choose_are_written(backend: str) -> None:
     rows = Rows(len(lengths))
     rows.step(host_of(backend), as_lengths(lengths), prompts=(3,))
     rows.check(lengths, choosing=(0, 1, 6))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_do_not_choose_attend_to_everything_where_no_other_kernel_computes_them(backend: str) -> None:
+    """The same rows, and one that the rule leaves dense."""
+    lengths = (300, 91, 90, 240, 0, 72, 131)
+    rows, host = Rows(len(lengths)), host_of(backend)
+    rows.step(host, as_lengths(lengths), (3,), whole=True)
+    for row, length in enumerate(lengths):
+        if length:
+            wanted_LHD = rows.alone(row, length, dense=row == 3)
+            torch.testing.assert_close(rows.out_LBHD[:, row], wanted_LHD, rtol=1e-4, atol=1e-4)
+    step = host.begin(as_lengths(lengths), (3,), rows.table_BP, None, least=200, whole=True)
+    for layer, q_BHD, out_BHD in zip(PROGRAM.layers, rows.q_LBHD, rows.out_LBHD, strict=True):
+        step.attend(layer, q_BHD, rows.pages, out_BHD, SIZE**-0.5)
+    torch.testing.assert_close(rows.out_LBHD[:, 6], rows.alone(6, 131, dense=True), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rows.out_LBHD[:, 0], rows.alone(0, 300), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("queries", [False, True], ids=["queries in float32", "queries in 8 bits"])
@@ -167,6 +187,12 @@ def test_each_row_beside_a_drafter_is_a_step_of_its_own(backend: str) -> None:
         assert step.rest(layer, None, lambda _, others_B: others_B.tolist()) == [0, 0, 0, 240, 60, 0]
     rows.table_BP = table_RP.repeat_interleave(torch.tensor(counts), 0)
     rows.check((*lengths, 0, 0), choosing=tuple(range(9)))
+    whole = host.begin(as_lengths(ends), (3,), table_RP, None, 0, starts_X, 18, whole=True)
+    for layer, q_RHD, out_RHD in zip(PROGRAM.layers, rows.q_LBHD, rows.out_LBHD, strict=True):
+        whole.attend(layer, q_RHD, rows.pages, out_RHD, SIZE**-0.5)
+    for row, length in enumerate(lengths):
+        wanted_LHD = rows.alone(row, length, dense=row in range(9, 13))
+        torch.testing.assert_close(rows.out_LBHD[:, row], wanted_LHD, rtol=1e-4, atol=1e-4)
     counters = Counters()
     host.count(
         [range(end - count + 1, end + 1) for count, end in zip(counts, ends, strict=True) if end != 240], counters
@@ -207,21 +233,22 @@ def test_vllms_metadata_is_asked_for_once_a_segment_with_no_tokens_in_rows_that_
 
 
 @pytest.mark.gpu
-def test_one_captured_step_serves_rows_that_grow_come_and_go() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_one_captured_step_serves_rows_that_grow_come_and_go(whole: bool) -> None:
     host, rows, lengths_B = host_of("triton", "cuda"), Rows(4, "cuda"), as_lengths((1, 1, 1, 1), "cuda")
     host.warm_up(PROGRAM.layers, rows.pages, LONGEST)
     rows.step(host, lengths_B)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step = host.begin(lengths_B, (), rows.table_BP, None)
+        step = host.begin(lengths_B, (), rows.table_BP, None, whole=whole)
         for layer, q_BHD, out_BHD in zip(PROGRAM.layers, rows.q_LBHD, rows.out_LBHD, strict=True):
             step.attend(layer, q_BHD, rows.pages, out_BHD, SIZE**-0.5)
     for lengths, choosing in (((300, 40, 91, 0), (0, 2)), ((90, 301, 92, 120), (1, 2, 3)), ((1, 1, 1, 1), ())):
         lengths_B.copy_(as_lengths(lengths))
         rows.out_LBHD.fill_(UNTOUCHED)
         graph.replay()
-        rows.check(lengths, choosing)
+        rows.check(lengths, tuple(row for row, length in enumerate(lengths) if length) if whole else choosing)
 
 
 @pytest.mark.gpu
