@@ -20,7 +20,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparsekv.bench.harness import PARTS, RANKED_FROM, Call, DensePeers, fastest_that_runs, measure, once, try_each
 from sparsekv.kernels.backends import dense_prefill
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.kernels.prefill.flash.call import ignore_argument_warnings
 from sparsekv.kernels.tiles import Chunk
 
 FLASH_ATTN = "flash-attn-4"
@@ -112,6 +111,8 @@ def flash_attn_4(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tenso
     Args:
         options: others of its own.
     """
+    from sparsekv.kernels.prefill.flash.call import ignore_argument_warnings  # it imports Triton
+
     attend: Callable[..., object] = import_module("flash_attn.cute").flash_attn_func
     ignore_argument_warnings()
     found = attend(*(x.transpose(1, 2) for x in (q_BHSD, k_BGSD, v_BGSD)), causal=True, **options)

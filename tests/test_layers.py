@@ -236,6 +236,27 @@ def test_a_role_answers_for_itself_and_nobody_asks_for_its_class() -> None:
     assert broken(lambda path: role_questions(tree_of(path)), others) == {}
 
 
+def imported_at_once(nodes: Sequence[ast.stmt]) -> Iterator[str]:
+    """What a module imports as it is imported itself."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.If | ast.Try) and "TYPE_CHECKING" not in ast.unparse(node).split(":")[0]:
+            yield from imported_at_once(node.body)
+
+
+def test_modules_that_a_cpu_runs_are_imported_without_triton() -> None:
+    uses = {module_of(path): {*imported_at_once(tree_of(path).body)} for path in SOURCES}
+    needs = {"triton"}
+    while more := {name for name, used in uses.items() if used & needs} - needs:
+        needs |= more
+    of_gpus = {"sparsekv.bench.kernel_resources", "sparsekv.bench.offload"}
+    assert len(needs) > 10
+    assert {name for name in needs if not name.startswith(("triton", "sparsekv.kernels."))} == of_gpus
+
+
 def test_the_hosts_do_not_know_each_other() -> None:
     other = {"hf": "sparsekv.runtime.vllm", "vllm": "sparsekv.runtime.hf"}
     files = [(path, name) for host, name in other.items() for path in (ROOT / "runtime" / host).glob("*.py")]

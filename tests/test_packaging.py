@@ -19,11 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {f"sparsekv/{name}": ROOT / name for name in ("plans", "kernels", "runtime", "planner", "bench", "cli")}
 FOLDERS["sparsekv"] = ROOT / "src" / "sparsekv"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTION = {"yaml": "pyyaml", "pydantic_core": "pydantic"}  # where it is not called what is imported
 # Imported by what an extra installs, and nowhere else.
 EXTRA = {
     "flash_attn": "flash",
     "cutlass": "flash",
+    "triton": "gpu",
     "vllm": "vllm",
     "prometheus_client": "vllm",
     "openai": "vllm",  # which brings it
@@ -92,7 +94,7 @@ def test_every_imported_package_is_a_declared_dependency() -> None:
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     foreign = {module.split(".")[0] for module in modules} - sys.stdlib_module_names - {"sparsekv"}
-    assert {EXTRA[name] for name in foreign & EXTRA.keys()} <= PROJECT["optional-dependencies"].keys()
+    assert {EXTRA[name] for name in foreign & EXTRA.keys()} <= EXTRAS.keys()
     foreign -= EXTRA.keys()
     assert {DISTRIBUTION.get(name, name) for name in foreign} - declared == set()
 
@@ -103,10 +105,10 @@ def pins_of(file: str) -> dict[str, str]:
     return {name.lower(): version for name, version in (line.split("==") for line in lines if line)}
 
 
-@pytest.mark.parametrize("extra", PROJECT["optional-dependencies"])
+@pytest.mark.parametrize("extra", EXTRAS)
 def test_an_error_names_the_packages_of_an_extra_which_no_index_has(extra: str) -> None:
     _, _, *told = shlex.split(install_command(extra))
-    assert {*map(_name, told)} == {*map(_name, PROJECT["optional-dependencies"][extra])}
+    assert {*map(_name, told)} == {*map(_name, EXTRAS[extra])}
 
 
 def _name(requirement: str) -> str:
@@ -117,12 +119,20 @@ def test_every_tested_dependency_is_pinned_within_its_allowed_range() -> None:
     from packaging.requirements import Requirement
 
     pins = pins_of("constraints.txt")
-    for text in (
-        PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"] + PROJECT["optional-dependencies"]["report"]
-    ):
+    for text in PROJECT["dependencies"] + EXTRAS["test"] + EXTRAS["report"]:
         requirement = Requirement(text)
         assert requirement.name.lower() in pins, f"{requirement.name} is not pinned in constraints.txt"
         assert requirement.specifier.contains(pins[requirement.name.lower()])
+
+
+def test_the_set_for_gpus_is_allowed_and_differs_where_vllm_of_a_gpu_wants_it() -> None:
+    from packaging.requirements import Requirement
+
+    pins, of_cpu = pins_of("constraints-gpu.txt"), pins_of("constraints.txt")
+    wanted = [*PROJECT["dependencies"], *(need for name in ("gpu", "vllm") for need in EXTRAS[name])]
+    assert all(Requirement(text).specifier.contains(pins[Requirement(text).name.lower()]) for text in wanted)
+    differing = {name for name in pins.keys() & of_cpu.keys() if pins[name] != of_cpu[name]}
+    assert differing == {"torch", "transformers", "triton", "numpy"}
 
 
 def test_the_two_environments_of_the_makefile_share_what_takes_longest_to_download() -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def test_the_shipped_text_is_what_the_tool_makes(tmp_path: Path) -> None:
     for split in HELD_OUT:
         assert gzip.decompress((tmp_path / f"{split.value}.txt.gz").read_bytes()).decode() == load_filler_text(split)
     assert (tmp_path / "NOTICE").read_text() == (SHIPPED / "NOTICE").read_text()
+
+
+def test_every_copyright_inside_the_shipped_text_is_named_in_the_notice_of_the_package() -> None:
+    text = "\n".join(load_filler_text(split) for split in HELD_OUT)
+    lines = re.findall(r"^[# ]*((?:Copyright .*?\d{4}|\(c\) Copyright).*)", text, re.MULTILINE)
+    notice = (SHIPPED.parents[2] / "NOTICE").read_text()
+    assert len({*lines}) > 10
+    assert {line for line in lines if line not in notice and "Python Software Foundation" not in line} == set()
 
 
 # --- which files, and of which split ----------------------------------------------------------------------------------
