@@ -5,7 +5,7 @@ of the causal tiles that it computes (prefill), of the cached tokens that its st
 it keeps (eviction): what a method's budget has to be for that is searched for on calibration prompts of the tasks.
 
 All of them are classes of the registry (kernels/methods.py): prefill rules and filter rules run as plans, selectors and
-scores in plain torch behind a dense prefill, originals in place of attention.
+scores in plain torch behind a dense prefill.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from sparsekv.bench import ruler_suite
 from sparsekv.bench.compare_file import CompareFile, Held
 from sparsekv.bench.eviction_rules import Evicted, ExpectedAttention, ObservedPrompt, SnapKV, cached_share
 from sparsekv.bench.filter_rules import Even, FilterRule, Kascade, OmniKV
-from sparsekv.bench.originals import FOLDER, ORIGINALS, Original, OriginalMode
 from sparsekv.bench.selectors import Quest, Selecting, StepRule, TopK, TopKByHead
 from sparsekv.bench.text_runs import followed, timed_prefill
 from sparsekv.bench.tile_rules import FlashPrefill, FlexPrefill, MInference, StreamingLLM, XAttention
@@ -57,11 +56,11 @@ OURS = "sparsekv"
 AS_GIVEN, TIME = "its own share", "its own time"  # of the reference: what others are held to, beside shares
 Phase = Literal["prefill", "decode", "eviction"]
 KINDS: Mapping[Phase, tuple[type[Method], ...]] = {
-    "prefill": (PrefillRule, Original),
+    "prefill": (PrefillRule,),
     "decode": (DecodeSelector, FilterRule),
     "eviction": (EvictionScore,),
 }
-_PREFILL: tuple[type[Method], ...] = (MInference, XAttention, FlexPrefill, FlashPrefill, StreamingLLM, *ORIGINALS)
+_PREFILL: tuple[type[Method], ...] = (MInference, XAttention, FlexPrefill, FlashPrefill, StreamingLLM)
 _DECODE: tuple[type[Method], ...] = (Quest, OmniKV, Kascade, Even, TopK, TopKByHead)
 BUILT_IN: tuple[type[Method], ...] = (*_PREFILL, *_DECODE, SnapKV, ExpectedAttention)
 _TRIALS, _NEAR = 9, 0.02  # of the search for a budget: runs at most, and how near is enough
@@ -273,9 +272,6 @@ class Entrants:
                     if is_searched
                     else filtered(known.budget if known and known.budget else target)
                 )
-            case Original():
-                ready = method.ready(FOLDER, self.loaded.model.device)
-                return Entrant("prefill", ready.setting, OriginalMode(ready))
             case DecodeSelector():
                 return self._selecting(method, target)
             case EvictionScore():
@@ -366,7 +362,7 @@ def chosen_methods(phase: Phase, names: Sequence[str], has_profile: bool) -> tup
                 f"methods: expected some of {', '.join(known)} for --phase {phase}, files of methods, or NAME=PLAN, "
                 f"found {name!r:.60}{did_you_mean(name, known)}"
             )
-    whole = (name for name, one in known.items() if not isinstance(one, Original | TopK))
+    whole = (name for name, one in known.items() if not isinstance(one, TopK))
     return tuple(names) or tuple(name for name in whole if has_profile or not isinstance(known[name], FilterRule))
 
 

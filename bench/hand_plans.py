@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast, get_args
 
 import torch
 
 from sparsekv.bench.structure import diffuse_pattern
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
-from sparsekv.planner.filter_layers import hot_set
 from sparsekv.plans.brief import decode_share
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
@@ -26,15 +24,13 @@ from sparsekv.plans.phases import (
     DecodePlan,
     Eviction,
     HeadGroup,
-    Offload,
     PrefillBucket,
     PrefillPlan,
     Segment,
-    Selector,
     followers,
 )
 from sparsekv.plans.schema import Cost, LayerCounts, Plan, Prediction
-from sparsekv.plans.types import MAX_ID, format_ids
+from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.timed_layers import HeadShares, head_shares
 
 FAMILIES = ("vertical_slash", "a_shape")
@@ -160,45 +156,25 @@ def dense_up_to(plan: Plan, length: int) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class HandDecode:
-    """Decode plans made by hand, for every length, that differ in their selectors alone.
+    """A decode plan made by hand, for every length.
 
     Attributes:
         budget: tokens that a filter layer chooses.
         filters: the filter layers, each of which chooses for all layers up to the next; empty for three by depth.
-        selectors: how the last queries weigh in the choice; a plan each.
-        window: how many queries all selectors but `last` weigh.
-        offload: whether the plans permit the layers of segments to be in host memory, with a hot set of two budgets.
     """
 
     budget: Budget = field(default_factory=lambda: fraction(CHOSEN_SHARE))
     filters: tuple[int, ...] = ()
-    selectors: tuple[str, ...] = ("last",)
-    window: int | None = None
-    offload: bool = False
 
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.selectors if name not in get_args(Selector)]
-        if unknown or not self.selectors:
-            raise UsageError(
-                f"expected selectors of {', '.join(get_args(Selector))}, found {(unknown or ['none'])[0]!r:.40}"
-            )
-        windowed = [name for name in self.selectors if name != "last"]
-        if windowed and self.window is None:
-            raise UsageError(f"expected a window beside the selector {windowed[0]}, found none; add one of 16")
-        if self.window is not None and not windowed:
-            raise UsageError("expected a window beside the selector uniform or exponential, found last alone")
-        if self.window is not None and not 1 <= self.window <= MAX_ID + 1:
-            raise UsageError(f"expected a window of 1 to {MAX_ID + 1} queries, found {self.window}")
-
-    def plans(self, info: ModelInfo, longest: int) -> tuple[dict[str, Plan], str]:
-        """By selector; and in words.
+    def plan(self, info: ModelInfo, longest: int) -> tuple[Plan, str]:
+        """The plan, and it in words.
 
         Args:
             longest: tokens of the longest context, of which a budget that is a share is taken.
         """
         filters = self.filters or _by_depth(info.full_layers)
-        segments = followers(filters, info.full_layers)
-        idle = [layer for layer in filters if layer not in info.full_layers or not segments[layer]]
+        layers = followers(filters, info.full_layers)
+        idle = [layer for layer in filters if layer not in info.full_layers or not layers[layer]]
         if idle or not filters:
             raise UsageError(
                 "expected filter layers with full attention, each with other such layers before the next one to choose "
@@ -207,38 +183,21 @@ class HandDecode:
             )
         at_most = None if self.budget.fraction is None else self.budget.resolve(longest)
         budget = DecodeBudget(tokens=self.budget.tokens, fraction=self.budget.fraction, at_most=at_most)
-        plans: dict[str, Plan] = {}
-        for selector in cast(tuple[Selector, ...], self.selectors):
-            window = (self.window or 1) if selector != "last" else 1
-            rows = tuple(
-                Segment(
-                    filter=layer,
-                    layers=layers,
-                    budget=budget,
-                    sink=SINK,
-                    recent=RECENT,
-                    selector=selector,
-                    window=window,
-                )
-                for layer, layers in segments.items()
-            )
-            following = {layer for followers in segments.values() for layer in followers}
-            layers = tuple(sorted(following - info.sharing))
-            decode = DecodePlan(
-                lengths=(DecodeBucket(up_to=None, segments=rows),),
-                offload=Offload(layers=layers, hot=hot_set([budget], longest)) if self.offload else None,
-            )
-            plans[selector] = Plan(status="unverified", model=info, decode=decode)
+        segments = tuple(
+            Segment(filter=layer, layers=chosen_for, budget=budget, sink=SINK, recent=RECENT)
+            for layer, chosen_for in layers.items()
+        )
+        decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=segments),))
         words = f"made by hand: filter layers {format_ids(filters)} choose {budget}; {SINK} sinks, {RECENT} recent"
-        return plans, words
+        return Plan(status="unverified", model=info, decode=decode), words
 
 
 def budget_of(info: ModelInfo, length: int, share: float) -> Budget:
     """The budget by which a step of a plan made by hand reads a share of the cached tokens at a length."""
 
     def read(part: float) -> float:
-        plans, _ = HandDecode(fraction(part)).plans(info, length)
-        return decode_share(plans["last"], length).computed or 1.0
+        plan, _ = HandDecode(fraction(part)).plan(info, length)
+        return decode_share(plan, length).computed or 1.0
 
     low, high = 0.05, 0.25  # between which what is read grows evenly
     part = low + (share - read(low)) / (read(high) - read(low)) * (high - low)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from pydantic import Field
 
-from sparsekv.cli.arguments import OffloadMode, Output, Subject, check_machine, device_and_dtype, settings_of
+from sparsekv.cli.arguments import Output, Subject, check_machine, device_and_dtype, settings_of
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.planner.flags import (
     Count,
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from sparsekv.bench.harness import Columns, Row
     from sparsekv.bench.random_model import BenchModel
     from sparsekv.bench.serve import Load
-    from sparsekv.bench.token_runs import DecodeBench
     from sparsekv.bench.turns import SessionLoad
 
 LENGTHS = (("--lengths", "--length"), "LIST")
@@ -113,20 +112,18 @@ class BenchRun:
     """Rows of one bench, and how they are shown.
 
     Attributes:
-        number: the one that is measured; rows without it failed.
         note: beside rows in JSON, which have no title.
     """
 
     rows: Sequence[Row]
     title: str
     columns: Columns
-    number: str = "sparse_ms"
     note: str = ""
 
 
 def print_rows(*parts: BenchRun, as_json: bool) -> None:
     show_rows(*parts, as_json=as_json)
-    if any(all(row.data()[part.number] is None for row in part.rows) for part in parts):
+    if any(all(row.sparse_ms is None for row in part.rows) for part in parts):
         tell("nothing could be measured; the notes say why")
         raise typer.Exit(1)
 
@@ -193,23 +190,13 @@ _DECODE_LENGTHS = {"cuda": (8192, 32768, 131072, 524288), "cpu": (8192,)}
 
 
 class DecodeFlags(Benched, HandDecode, Timed, Output):
-    unread: ClassVar[tuple[Unread, ...]] = (
-        Unread(("offload",), "checks read all keys and values", ("exact",)),
-        Unread(("kv_dtype",), "both sides have keys and values as the model makes them", ("offload",)),
-    )
+    unread: ClassVar[tuple[Unread, ...]] = ()
 
     lengths: Annotated[
         Lengths,
         Flag("Cached tokens a row, such as 8k,512k; by default as fits model and device.", *LENGTHS),
     ] = ()
     batch: Annotated[Counts, Flag("Rows decoded at once, such as 1,4; 1 by default.", metavar="LIST")] = (1,)
-    offload: Annotated[
-        OffloadMode | None,
-        Flag(
-            "In place of dense: the plan with layers in host memory (as `run --offload`) against the plan with "
-            "everything on the device."
-        ),
-    ] = None
     exact: bool = False  # also tokens that the plan drafts and dense attention checks
     acceptance: OneShare | None = None  # share of drafts that is taken to count
     kv_dtype: KVPrecision = "auto"
@@ -226,7 +213,6 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
     hardware, precision = device_and_dtype(machine)
     from sparsekv.bench.decode import COLUMNS, RANDOM_NOTE, bench_decode, check_decode
     from sparsekv.bench.hand_plans import HandDecode as DecodeByHand
-    from sparsekv.bench.offload import check_offload
     from sparsekv.bench.random_model import describe_named
     from sparsekv.bench.token_runs import NEW_EXACT, NEW_TOKENS, DecodeBench
 
@@ -244,17 +230,15 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
         acceptance=flags.acceptance,
         kv_dtype=flags.kv_dtype,
     )
-    hand = DecodeByHand(flags.budget or fraction(CHOSEN_SHARE), offload=flags.offload is not None)
-    plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(lengths))
+    plan, words = used, "given"
+    if plan is None:
+        plan, words = DecodeByHand(flags.budget or fraction(CHOSEN_SHARE)).plan(info, max(lengths))
+    plans = {"plan" if used else "last": plan}
     check_decode(info, plans, bench)
-    if flags.offload is not None:
-        check_offload(plans)
     # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
     offloads = any(plan.decode and plan.decode.offload for plan in plans.values())
     room = 0 if offloads else min(lengths) * min(flags.batch)
     subject = subject_of(flags, named, hardware, precision, longest=max(lengths), seed=flags.seed, cached=room)
-    if flags.offload is not None:
-        return _offloaded(flags, subject, plans, words, bench)
     rows = list(bench_decode(subject, plans, words, bench, BarProgress()))
     return BenchRun(rows, f"{title_of(subject, rows[0], words)}\n{RANDOM_NOTE}", COLUMNS, note=RANDOM_NOTE)
 
@@ -266,17 +250,6 @@ def _decode_lengths(flags: DecodeFlags, info: ModelInfo, usual: tuple[int, ...])
         return lengths, info.model_copy(update={"context_length": max(*lengths, info.context_length)})
     fitting = tuple(length for length in usual if length <= info.context_length)
     return flags.lengths or fitting or (info.context_length,), info
-
-
-def _offloaded(
-    flags: DecodeFlags, subject: BenchModel, plans: Mapping[str, Plan], words: str, bench: DecodeBench
-) -> BenchRun:
-    from sparsekv.bench.offload import COLUMNS, bench_offload
-
-    assert flags.offload is not None
-    rows = list(bench_offload(subject, plans, words, bench, flags.offload, BarProgress()))
-    title = f"{title_of(subject, rows[0], words)}; --offload {flags.offload}"
-    return BenchRun(rows, title, COLUMNS, "device_ms" if flags.offload == "never" else "offloaded_ms")
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -408,8 +381,8 @@ def _plan_by_hand(flags: ServeFlags, info: ModelInfo, lengths: Sequence[int], lo
     shares = flags.density or tuple(map(density_for, lengths))
     plan, words = (dummy_plan if flags.random_weights else hand_plan)(info, lengths, shares, TileShape())
     if flags.budget is not None:
-        plans, chosen = DecodeByHand(flags.budget).plans(info, longest)
-        plan, words = plan.model_copy(update={"decode": plans["last"].decode}), f"{words}; {chosen}"
+        by_hand, chosen = DecodeByHand(flags.budget).plan(info, longest)
+        plan, words = plan.model_copy(update={"decode": by_hand.decode}), f"{words}; {chosen}"
     plan, words = dense_up_to(plan, _CROSSOVER), f"{words}, dense up to {_CROSSOVER}"
     if flags.keep is not None:
         rules, kept = kept_by_hand(info, flags.keep, _GENERATED)

@@ -252,9 +252,8 @@ def test_modules_that_a_cpu_runs_are_imported_without_triton() -> None:
     needs = {"triton"}
     while more := {name for name, used in uses.items() if used & needs} - needs:
         needs |= more
-    of_gpus = {"sparsekv.bench.kernel_resources", "sparsekv.bench.offload"}
     assert len(needs) > 10
-    assert {name for name in needs if not name.startswith(("triton", "sparsekv.kernels."))} == of_gpus
+    assert {name for name in needs if not name.startswith(("triton", "sparsekv.kernels."))} == set()
 
 
 def test_the_hosts_do_not_know_each_other() -> None:

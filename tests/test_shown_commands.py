@@ -57,7 +57,6 @@ STAGES = (
     *(
         f"sparsekv.bench.{name}"
         for name in (
-            "offload.bench_offload",
             "serve.bench_serve",
             "turns.bench_turns",
             "compare.compare_methods",
@@ -89,7 +88,6 @@ def stages(monkeypatch: pytest.MonkeyPatch, stand_ins: StandIns) -> None:
     monkeypatch.setattr("sparsekv.cli.bench_model.subject_of", benched)
     on_cuda = torch.device("cuda"), torch.bfloat16
     monkeypatch.setattr("sparsekv.cli.bench_model.device_and_dtype", lambda _: on_cuda)
-    monkeypatch.setattr("sparsekv.bench.originals.fetch", lambda _: ())
     monkeypatch.setattr("sparsekv.cli.bench_own.which", str)
     monkeypatch.setattr(backends, "check_backend", lambda *_: None)
     monkeypatch.setattr(backends, "choose_backend", lambda *shape: choose_backend(*shape[:3]))

@@ -13,7 +13,7 @@ would spill, or leave 64 rows to a block, too few to hide the loads of keys.
 
 Block sizes are chosen by GPU generation and head size so that registers hold (on Hopper, head size 256 spills a few)
 and shared memory fits: on Hopper 160 KiB at head size 128 and 224 KiB at 512, under 99 KiB elsewhere.
-bench/kernel_resources.py shows both for GPUs that are not at hand.
+tests/support/kernel_resources.py shows both for GPUs that are not at hand.
 
 Shapes: B batch, H query heads, G KV heads, S query rows, K keys in memory; in kernels M rows of a block, N keys of a
 step, D head size padded to a power of two.

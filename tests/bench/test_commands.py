@@ -14,7 +14,6 @@ from sparsekv.plans.files import load_plan
 RELIED_ON = ["name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device"]
 KERNELS = {"lengths": (512,), "heads": 2, "kv_heads": 1, "head_dim": 32, "tile": "64", "repeats": 1, "backend": "cpu"}
 KERNELS |= {"patterns": "a_shape"}
-BY_HAND = ("--set", "budget=32")
 
 
 def test_kernels_prints_a_row_of_every_case_that_can_run(asked):
@@ -49,17 +48,6 @@ def test_decode_follows_the_plan_of_the_folder(sparsekv, folder):
         assert (row["plan"], row["selector"], row["batch"], row["weights"]) == ("given", "last", 1, "loaded")
         assert 0 < row["density"] < 1
     assert [row["name"] for row in done.data] == ["attention", "token"]
-
-
-def test_decode_from_host_memory_stands_beside_decode_on_the_device(sparsekv, folder):
-    call = ("bench", "decode", folder, "--lengths", 256, *BY_HAND)
-    done = sparsekv(*call, "--offload", "always", "--random-weights")
-    assert done.code == 0, done.err
-    for said in ("--offload always", "choose 32", "offloaded ms", "ratio", "link GB/s"):
-        assert said in done.out
-    (row,) = sparsekv(*call, "--offload", "never", "--json").data
-    assert row["device_ms"] > 0
-    assert row["offloaded_ms"] is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +13,12 @@ from planner_profiles import made_up_model, made_up_profile, made_up_reuse
 from task_tokenizers import REFERENCE_MODEL
 from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 
-from sparsekv.bench import entrants, originals, ruler_suite
+from sparsekv.bench import entrants, ruler_suite
 from sparsekv.bench.compare import Asked, compare_methods
 from sparsekv.bench.compare_file import CompareFile, CompareRun, Sampled, rows, text
 from sparsekv.bench.entrants import OURS, Entrants, chosen_methods
 from sparsekv.bench.eviction_rules import Evicted, ExpectedAttention, SnapKV, cached_share, observed_prompt
 from sparsekv.bench.filter_rules import OmniKV
-from sparsekv.bench.originals import OriginalMode, Ready
 from sparsekv.bench.selectors import Chosen, Quest, Selecting, TopKByHead
 from sparsekv.bench.tile_rules import FlashPrefill, FlexPrefill, XAttention
 from sparsekv.cli.arguments import Subject
@@ -31,7 +29,6 @@ from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.profile.profile_data import LengthProfile
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.plans.aliases import ModelSource
-from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.schema import Plan
@@ -228,38 +225,6 @@ def test_omnikvs_rule_takes_the_best_servers_and_leaves_a_wait_layer() -> None:
     given = made_up_profile(entry, model=made_up_model(layers=32))
     found = [(one.filter, one.layers) for one in OmniKV().segments(given, entry, fraction(0.1))]
     assert found == [(2, tuple(range(4, 8))), (8, tuple(range(10, 18))), (18, tuple(range(20, 32)))]
-
-
-# --- authors' own code ------------------------------------------------------------------------------------------------
-
-
-def test_an_original_takes_the_place_of_full_attention_in_prompts_alone(loaded):
-    """By a stand-in that gives no attention at all, as the originals need a GPU."""
-    seen = []
-
-    def measured(q_BHSD, k_BGSD, v_BGSD):
-        seen.append(tuple(q_BHSD.shape))
-        return torch.zeros_like(q_BHSD), 0.25
-
-    samples = [*held_out(prepare(loaded.tokenizer, Split.EVALUATION), "kv_retrieval", 512, 1, 0)]
-    mode = OriginalMode(Ready(measured, "none"))
-    found = compare(loaded, {"own": mode}, samples, greedy=False)["own"]
-    assert len(seen) == loaded.info.layers
-    assert {shape[:2] for shape in seen} == {(1, 4)}
-    assert found.spent.tiles / found.spent.causal_tiles == 0.25
-    assert max(found.kl) > 0
-    scaled = AttentionCall(0, *(torch.zeros(1, 1, 2, 16) for _ in "qkv"), Chunk.uniform(1, 0, 2), 1.0, None)
-    with pytest.raises(UsageError, match="plain softmax"):
-        mode_attend(mode, scaled)
-
-
-def mode_attend(mode, call):
-    """Runs the mode's observer on a call."""
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(originals, "capture_attention", lambda model, observer: nullcontext(found.append(observer)))
-        with mode.running(None):
-            return found[0](call)
 
 
 # --- eviction ---------------------------------------------------------------------------------------------------------

@@ -52,7 +52,11 @@ def test_every_dense_kernel_of_a_decode_step_that_runs_computes_the_same():
 def test_decode_steps_are_captured_unless_the_selector_looks_back():
     bench = DecodeBench(lengths=(8192,), batches=(2,), repeats=1)
     subject = random_model("tiny-retriever", device=torch.device("cuda"), dtype=torch.bfloat16, longest=8192)
-    plans, words = HandDecode(tokens(256), (), ("last", "exponential"), 8).plans(subject.info, 8192)
+    plan, words = HandDecode(tokens(256)).plan(subject.info, 8192)
+    (bucket,) = plan.decode.lengths
+    segments = tuple(one.model_copy(update={"selector": "exponential", "window": 8}) for one in bucket.segments)
+    looking = plan.decode.model_copy(update={"lengths": (bucket.model_copy(update={"segments": segments}),)})
+    plans = {"last": plan, "exponential": plan.model_copy(update={"decode": looking})}
     check_decode(subject.info, plans, bench)
     last, _, captured, launched = bench_decode(subject, plans, words, bench)
     for row in (last, captured, launched):

@@ -1,4 +1,4 @@
-"""bench serve and requests to vLLM, as far as they need no vLLM: engines, when requests come, and answers compared."""
+"""bench serve, as far as it needs no vLLM: engines, and when requests come."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,6 @@ from sparsekv.bench.serve import (
     ServeBench,
     serve,
 )
-from sparsekv.bench.vllm_requests import _beside
 
 
 def test_engines_have_room_for_the_longest_request_and_for_all_that_come_at_once() -> None:
@@ -83,14 +82,3 @@ def test_a_token_is_timed_while_as_many_decode_as_are_to_be_at_once(
     monkeypatch.setattr("sparsekv.bench.serve.greedy", lambda tokens: tokens)
     found = serve(SimpleNamespace(llm_engine=OnePromptAStep(answer)), [[1, 2]] * prompts, answer, 3)
     assert len(found.token_seconds) == timed
-
-
-# --- answers beside dense ones ----------------------------------------------------------------------------------------
-
-
-def test_answers_part_where_the_first_token_is_another() -> None:
-    dense = {"a": [1, 2, 3, 4], "b": [5, 6, 7, 8], "c": [9]}
-    found = {"a": [1, 2, 3, 4], "b": [5, 0, 7, 8], "d": [1]}
-    assert _beside(found, dense) == {"beside": 2, "same": 1, "parting_per_1000": 200.0}
-    assert _beside({"a": [1, 2]}, dense) == {"beside": 1, "same": 0, "parting_per_1000": 500.0}  # ends before
-    assert _beside({}, dense) == {"beside": 0, "same": 0, "parting_per_1000": 0.0}

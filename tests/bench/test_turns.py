@@ -11,7 +11,6 @@ import pytest
 from sparsekv.bench import turns
 from sparsekv.bench.agent_traces import SHIPPED, TraceLoad, made_traces, read_traces
 from sparsekv.bench.harness import Row
-from sparsekv.bench.turn_times import kind_of, span_and_busy
 from sparsekv.bench.turns import DENSE, SPARSE, Played, Session, Turn, TurnLoad, TurnTime, play
 from sparsekv.plans.errors import BackendError
 
@@ -218,26 +217,3 @@ def test_the_traces_that_ship_are_those_that_the_script_makes_with_the_lengths_i
     sessions = TraceLoad(read_traces(SHIPPED)).sessions(2, 0)
     new = sum(len(step.new) for session in sessions for step in session.steps if isinstance(step, Turn))
     assert 1 - new / sum(lengths) == pytest.approx(0.9, abs=0.01)
-
-
-# --- where a turn's time goes -----------------------------------------------------------------------------------------
-
-
-def test_a_device_is_busy_where_any_kernel_runs() -> None:
-    assert span_and_busy([(10.0, 14.0), (0.0, 4.0), (2.0, 5.0), (11.0, 12.0)]) == (14.0, 9.0)
-    assert span_and_busy([]) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "kind"),
-    [
-        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90", "attention"),
-        ("prefill_kernel", "attention"),
-        ("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT", "products"),
-        ("diagonals_kernel", "index"),
-        ("Memcpy DtoD (Device -> Device)", "copies"),
-        ("triton_red_fused_rms_norm_3", "rest"),
-    ],
-)
-def test_a_kernel_is_of_a_kind_by_its_name(kernel: str, kind: str) -> None:
-    assert kind_of(kernel) == kind

@@ -4,17 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-MODULE = "sparsekv.bench.kernel_resources"
+PROGRAM = Path(__file__).parents[1] / "support/kernel_resources.py"
 
 
 def resources(*arguments: str) -> list[dict[str, object]]:
     # In a process of its own: here, Triton was imported as an interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", MODULE, "--json", *arguments], env=environment, capture_output=True, text=True
+        [sys.executable, PROGRAM, "--json", *arguments], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     found: list[dict[str, object]] = json.loads(done.stdout)

@@ -13,7 +13,6 @@ from engines_here import engine_here
 from sparsekv.bench import serve as serving
 from sparsekv.bench import turns
 from sparsekv.bench.serve import SPARSE, Load, ServeBench, ServedModel, bench_serve, serve
-from sparsekv.bench.turn_times import measure_turn
 from sparsekv.bench.turns import Session, Turn, TurnLoad, bench_turns, play
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
@@ -115,20 +114,3 @@ def test_a_row_has_the_turns_of_both_engines_side_by_side(
     assert 0 < row["density"] < 1
     assert 0.5 < row["hits"] < 0.7
     assert 0.5 < row["dense_hits"] < 0.7
-
-
-def test_the_parts_of_a_turn_add_up_to_it_and_nothing_of_the_engine_is_left_shadowed(
-    engine: Any, prompts: dict[int, list[int]]
-) -> None:
-    def prompt() -> list[int]:
-        return [*prompts[700][:512], *(next(fresh) for _ in range(100))]
-
-    fresh = iter(range(1, 1000))
-    play(engine, [Session((Turn(tuple(prompts[700][:512]), 1),))], 1)
-    before = dict(vars(engine.llm_engine))
-    parts = measure_turn(SPARSE, engine, 100, prompt, repeats=1)
-    assert vars(engine.llm_engine).keys() == before.keys()
-    assert 0 < sum(parts.host.values()) <= parts.turn
-    assert min(parts.host.values()) > 0
-    assert 0 < parts.busy <= parts.span
-    assert parts.launches > 0 < parts.kinds["products"]

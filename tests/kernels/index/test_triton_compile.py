@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import torch
-from sparsekv.bench.kernel_resources import SHARED, compiling_for, resources
+from kernel_resources import SHARED, compiling_for, resources
 from sparsekv.kernels.index.build import empty_index
 from sparsekv.kernels.index.layout import FamilyHeads, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, vertical_slash

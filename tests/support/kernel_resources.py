@@ -1,7 +1,7 @@
 """Registers, spills and shared memory of every Triton kernel, compiled for GPUs that this machine need not have.
 
-    python -m sparsekv.bench.kernel_resources                          # every generation in the table below
-    python -m sparsekv.bench.kernel_resources --capability 80 --kernel prefill --json
+    python tests/support/kernel_resources.py                          # every generation in the table below
+    python tests/support/kernel_resources.py --capability 80 --kernel prefill --json
 
 Kernels are launched as the backends launch them, on tensors in main memory, up to the point where a GPU would be
 needed: what is compiled is what would run, specialisations and block sizes included. Exit status 1 when a kernel needs
@@ -46,7 +46,6 @@ from sparsekv.plans.patterns import BlockSparse, Pattern, TileShape, VerticalSla
 
 # Shared memory that one program may have, in bytes (CUDA programming guide, technical specifications).
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-REGISTERS = 65_536  # of a multiprocessor, on all of them
 MULTIPROCESSORS = 132
 TILE, SMALL_TILE = TileShape(query=128, key=128), TileShape(query=64, key=64)
 LENGTH = 600
@@ -65,12 +64,6 @@ class Built:
     spilled_bytes: int
     shared_bytes: int
     warps: int
-
-    @property
-    def programs(self) -> int:
-        """Returns how many fit on a multiprocessor at once, by registers and shared memory."""
-        by_registers = REGISTERS // (self.registers * 32 * self.warps)
-        return min(by_registers, SHARED[self.capability] // max(1, self.shared_bytes))
 
 
 @contextmanager
@@ -313,9 +306,9 @@ def main() -> int:
         for built in build(capability, asked.kernel):
             found.append(built)
             if not asked.json:
-                print(*(f"{name} {value}," for name, value in asdict(built).items()), f"{built.programs} programs")
+                print(*(f"{name} {value}," for name, value in asdict(built).items()))
     if asked.json:
-        print(json.dumps([asdict(built) | {"programs": built.programs} for built in found], indent=1))
+        print(json.dumps([asdict(built) for built in found], indent=1))
     return int(any(built.shared_bytes > SHARED[built.capability] for built in found))
 
 
