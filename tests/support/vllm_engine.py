@@ -135,6 +135,11 @@ class Oracle:
         plan = self._plan and self._plan.model_copy(update={"decode": None})
         return Oracle(copy.deepcopy(self.model), plan, **self._options)
 
+    @cached_property
+    def dense(self) -> Oracle:
+        """The same model without the plan."""
+        return Oracle(copy.deepcopy(self.model), None)
+
     def applied(self) -> AbstractContextManager[Any]:
         """The plan at work in the model; gives its handle, or None without a plan."""
         return nullcontext() if self._plan is None else apply(self.model, self._plan, **self._options)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -36,6 +37,7 @@ class Rows:
     past: int
     pages: tuple[int, ...]  # of the request up to these rows
     prompt: bool  # not yet whole
+    sparse: bool  # where the plan is, by the engine's rule
     logits_V: torch.Tensor | None  # behind the last row, as the engine computed them; None where it did not
 
     @property
@@ -48,7 +50,7 @@ class Rows:
         pages, logits_V = self.pages[: -(-(self.past + end) // PAGE)], self.logits_V
         if end < len(self.tokens_T):
             logits_V = None
-        return Rows(self.tokens_T[first:end], self.past + first, pages, self.prompt, logits_V)
+        return replace(self, tokens_T=self.tokens_T[first:end], past=self.past + first, pages=pages, logits_V=logits_V)
 
 
 def plan_host_of(engine: Any) -> Any:
@@ -78,12 +80,9 @@ def recorded(engine: Any) -> Iterator[list[Rows]]:
         logits: torch.Tensor = compute_logits(hidden)
         if steps:  # else of prompt log-probabilities, which come after those of the last rows
             (starts, lengths, prompts, table), tokens = steps.pop(), inputs.pop()
-            by_row, step = iter(logits.clone()), []
-            for first, end, length, prompt, pages_P in zip(starts, starts[1:], lengths, prompts, table, strict=False):
-                rows = Rows(tokens[first:end], length - (end - first), _used(pages_P, length), prompt, None)
-                is_verified = 1 < end - first <= host.queries and not prompt
-                parts = [rows.part(at, at + 1) for at in range(end - first)] if is_verified else [rows] * (first < end)
-                step += [replace(part, logits_V=next(by_row)) for part in parts]
+            by_row = iter(logits.clone())
+            split = _split(host, tokens, starts, lengths, prompts, table)
+            step = [replace(rows, logits_V=next(by_row)) for rows in split]
             assert next(by_row, None) is None
             # A prefix hit may be on a page that another request of the same step writes: that one has a shorter past.
             found.extend(sorted(step, key=lambda rows: rows.past))
@@ -97,6 +96,23 @@ def recorded(engine: Any) -> Iterator[list[Rows]]:
         stack.enter_context(patch.object(model, "compute_logits", recording_logits))
         stack.callback(model.register_forward_pre_hook(record_input, with_kwargs=True).remove)
         yield found
+
+
+def _split(
+    host: Any, tokens: torch.Tensor, starts: list[int], lengths: list[int], prompts: list[bool], table: torch.Tensor
+) -> Iterator[Rows]:
+    """The rows of each request of a step; each row that decodes by itself, as each has logits."""
+    counts = [end - first for first, end in pairwise(starts)]
+    decodes = [0 < count <= host.queries and not prompt for count, prompt in zip(counts, prompts, strict=True)]
+    requests = max((number for number, is_decode in enumerate(decodes, 1) if is_decode), default=0)
+    for number, count in enumerate(counts):
+        length, rule = lengths[number], host.pays
+        least = rule.decode_at(requests, captured=False) if decodes[number] else rule.prefill.at(count)
+        of_request_T = tokens[starts[number] : starts[number + 1]]
+        is_sparse = least is not None and length >= least
+        rows = Rows(of_request_T, length - count, _used(table[number], length), prompts[number], is_sparse, None)
+        if count:
+            yield from [rows.part(at, at + 1) for at in range(count)] if decodes[number] else [rows]
 
 
 def _used(pages_P: torch.Tensor, length: int) -> tuple[int, ...]:
@@ -132,12 +148,11 @@ def assert_replayed(oracle: Oracle, recording: Sequence[Rows]) -> None:
 
     Scores that are equal but for rounding may be chosen from in either order: a row that differs is computed again from
     inputs with other rounding, and one of the results has to be the engine's."""
-    pages, wrong, source = _Pages(oracle.model), [], torch.Generator().manual_seed(0)
-    with oracle.applied() as handle, oracle.for_single_rows.applied() as other:
+    pages, source = _Pages(oracle.model), torch.Generator().manual_seed(0)
+    with oracle.applied() as handle:
         for number, rows in enumerate(recording):
-            is_piece = rows.prompt and len(rows.tokens_T) == 1
-            model, owner = (oracle.for_single_rows.model, other) if is_piece else (oracle.model, handle)
-            new_cache = DynamicCache if owner is None else owner.cache_of
+            model = oracle.model if rows.sparse else oracle.dense.model
+            new_cache = DynamicCache if handle is None or not rows.sparse else handle.cache_of
             for noise in (0.0, *[ROUNDING] * RETRIES):
                 rounded = partial(_rounded, noise=noise, source=source)
                 embedded_1TE = rounded(model.get_input_embeddings()(rows.tokens_T[None]))
@@ -148,9 +163,8 @@ def assert_replayed(oracle: Oracle, recording: Sequence[Rows]) -> None:
                 if apart < TOLERANCE:
                     break
             else:
-                wrong.append((number, rows.past, rows.length, apart))
+                raise AssertionError(f"row {number} of {len(recording)}, {rows.past} to {rows.length}: {apart=}")
             pages.write(rows, handed_over(out.past_key_values, rows.length))
-    assert not wrong, f"{len(wrong)} of {len(recording)} differ; the first (number, past, length, logits): {wrong[:5]}"
 
 
 def _rounded(x: torch.Tensor, noise: float, source: torch.Generator) -> torch.Tensor:

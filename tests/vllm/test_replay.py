@@ -6,18 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from vllm import SamplingParams
-from vllm_engine import CROSSOVER, TILE, Oracle, preemptions
-from vllm_replay import PAGE, assert_replayed, recorded
+from vllm_engine import CROSSOVER, DECODE_BOUND, TILE, Oracle, preemptions
+from vllm_replay import PAGE, assert_replayed, plan_host_of, recorded
 
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.core.pays import Pays, Thresholds
 from sparsekv.runtime.vllm.engine_host import serving_stats
 
 FUZZ_FIRST, FUZZ_COUNT = (
     int(os.environ.get(name, default)) for name, default in (("FUZZ_FIRST", 100), ("FUZZ_COUNT", 30))
 )
-SESSION = 2  # a seed of two agents, in which all of it happens but for a preemption
+SESSION = 9  # a seed of two agents, in which all of it happens but for a preemption
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,12 @@ def test_every_step_of_cramped_requests_has_the_logits_of_the_transformers_host_
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="session")
+def always(sparse: Oracle, plan: Plan) -> Oracle:
+    """The plan in the transformers host, whatever the rule: a replay asks it for sparse rows alone."""
+    return Oracle(sparse.model, plan, sparse="always")
+
+
 LONGEST = 11  # pages of a session: one that does not fit would wait for ever
 
 
@@ -137,41 +146,52 @@ def play(engine: Any, source: random.Random, text: list[int], agents: int) -> li
     return ended
 
 
-def check_sessions(engine: Any, sparse: Oracle, text: list[int], seed: int, agents: int = 3) -> tuple[int, int, int]:
-    """Plays random sessions and replays them.
+def draw_rule(source: random.Random) -> Pays:
+    """Pieces, and rows of decode alone or beside prompts, that are dense behind sparse ones."""
+    rows, tokens = source.choice((2, TILE, 150)), source.choice((0, CROSSOVER + PAGE))
+    decode, mixed = (
+        source.choice((Thresholds(), Thresholds((1,), (0,)), Thresholds((1, 2), (900, DECODE_BOUND)))) for _ in "ab"
+    )
+    return Pays(Thresholds((rows,), (tokens,)), decode, mixed)
+
+
+def check_sessions(engine: Any, always: Oracle, text: list[int], seed: int, agents: int = 3) -> tuple[int, int, int]:
+    """Plays random sessions by a random rule and replays them.
 
     Returns:
-        The numbers of turns that found pages, of prefixes that were evicted before their turn, and of pieces so short
-        that they are dense behind a sparse past.
+        The numbers of turns that found pages, of prefixes that were evicted before their turn, and of pieces that the
+        rule runs dense behind a sparse past.
     """
     source = random.Random(seed)
-    with cramped(engine, source.randrange(96, 513), source.randrange(LONGEST, 15)), recorded(engine) as recording:
+    pool = cramped(engine, source.randrange(96, 513), source.randrange(LONGEST, 15))
+    with patch.object(plan_host_of(engine), "pays", draw_rule(source)), pool, recorded(engine) as recording:
         ended = play(engine, source, text, agents)
     assert engine.reset_prefix_cache(), "pages are still taken"
-    assert_replayed(sparse, recording)
+    assert_replayed(always, recording)
     later = ended[agents:]
     evicted = sum(output.num_cached_tokens + PAGE < len(output.prompt_token_ids) // 2 for output in later)
-    short = sum(rows.prompt and rows.past > CROSSOVER and len(rows.tokens_T) < TILE for rows in recording)
-    return sum(output.num_cached_tokens > 0 for output in ended), evicted, short
+    dense = sum(rows.prompt and rows.past > CROSSOVER and not rows.sparse for rows in recording)
+    return sum(output.num_cached_tokens > 0 for output in ended), evicted, dense
 
 
 def test_turns_behind_cached_and_evicted_pasts_have_the_logits_of_undisturbed_sessions(
-    engine: Any, sparse: Oracle, prompts: dict[int, list[int]]
+    engine: Any, always: Oracle, prompts: dict[int, list[int]]
 ) -> None:
     """At equal cuts, row by row."""
-    hits, evicted, short = check_sessions(engine, sparse, prompts[2700], SESSION, agents=2)
+    hits, evicted, dense = check_sessions(engine, always, prompts[2700], SESSION, agents=2)
     assert hits > 0
     assert evicted > 0
-    assert short > 0
-    assert serving_stats(engine).sparse_tokens > 0
+    assert dense > 0
+    stats = serving_stats(engine)
+    assert min(stats.sparse_tokens, stats.decode_sparse, stats.decode_dense) > 0
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(FUZZ_FIRST, FUZZ_FIRST + FUZZ_COUNT))
 def test_sessions_have_the_logits_of_undisturbed_ones_in_the_long_run(
-    engine: Any, sparse: Oracle, prompts: dict[int, list[int]], seed: int
+    engine: Any, always: Oracle, prompts: dict[int, list[int]], seed: int
 ) -> None:
-    check_sessions(engine, sparse, prompts[2700], seed)
+    check_sessions(engine, always, prompts[2700], seed)
 
 
 def test_a_replay_with_other_cuts_differs(
