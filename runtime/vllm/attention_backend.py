@@ -37,7 +37,15 @@ from sparsekv.runtime.paged.step_rows import (
 )
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm.devices import check_pages, scales_of
-from sparsekv.runtime.vllm.engine_host import EngineHost, is_plain, part_of, requests_of, start_host, with_tables
+from sparsekv.runtime.vllm.engine_host import (
+    EngineHost,
+    decoded_dense,
+    is_plain,
+    part_of,
+    requests_of,
+    start_host,
+    with_tables,
+)
 from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks, EvictedLengths, EvictedTable, Requests, TableRows, move
 from sparsekv.runtime.vllm.settings import check_engine_layer, plan_of, read_options
 from sparsekv.runtime.vllm.timed_kernels import measured_rule
@@ -132,7 +140,9 @@ class SparseImpl(_Impl):
         dense = partial(super().forward, output_scale=output_scale, output_block_scale=output_block_scale)
         host = self.plan_host
         if host is not None and attn_metadata is None and vllm.platform.profiles:
+            began = time.perf_counter()
             self._warm_up(host, layer, query)
+            host.passed.append((began, time.perf_counter()))
         step: StepRows | None = getattr(attn_metadata, _STEP, None)
         if host is None or self.program is None or step is None:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
@@ -315,14 +325,19 @@ class SparseBuilder(_Builder):
 
     def _step(self, host: EngineHost, common: Any, evicted: EvictedLengths | None) -> StepRows | None:
         """The rows of a step that the layers compute; None where all of it is vLLM's."""
+        if vllm.platform.captures and evicted is None:
+            tokens = decoded_dense(host, common, self._graph_rows)
+            if tokens is not None:
+                if self._counts:
+                    self._report(host, False)
+                    host.counters.decode_dense += 0 if host.decode is None else tokens
+                    host.decodes_dense = True
+                return None
         starts, lengths, unfinished = requests_of(common)
         # Captured graphs do not tell a prompt's row from a decoded one or drafts: it goes with those, and is dense.
         decoded = 0 if host.decode is None else host.decoded
-        prefill: tuple[PrefillRows, ...] = ()
-        if not vllm.platform.captures:
-            prefill = prefill_rows(starts, lengths, behind_decode(starts, unfinished, decoded), host.decoded)
-        elif common.max_query_len > host.decoded:  # else a step of decode alone, for which the device waits
-            prefill = prefill_rows(starts, lengths, [False] * len(lengths), host.decoded)
+        alone = [False] * len(lengths) if vllm.platform.captures else behind_decode(starts, unfinished, decoded)
+        prefill = prefill_rows(starts, lengths, alone, host.decoded)
         prompts = () if evicted is None else evicted.prompts
         decoding = decode_rows(starts, prefill)
         if self._counts:

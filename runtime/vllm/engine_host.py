@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -57,6 +59,14 @@ class EngineHost(PlanHost):
     decodes_dense = False  # whether nothing chooses in the step at hand
     place: Place
     model: str  # fingerprint of its architecture
+    passed: list[tuple[float, float]]  # when attention of the layers began and ended in steps without a cache
+
+    @property
+    def program_us(self) -> float:
+        """Microseconds of the engine's program from the attention of one layer to that of the next, in a step that is
+        not captured; 0 where none was seen."""
+        gaps = [1e6 * (begun - ended) for (_, ended), (begun, _) in pairwise(self.passed)]
+        return median(gaps) if gaps else 0.0
 
     def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor, softmax: Softmax, scale: float) -> None:
         """See `PlanHost`. An evicting layer also chooses."""
@@ -101,7 +111,7 @@ def start_host(
     host.drafts = bool(options.exact)
     host.model = described.fingerprint.architecture
     host.place = Place.of(plan, model.longest, model.step, model.rows)
-    host.measures = options.pays is None
+    host.measures, host.passed = options.pays is None, []
     host.pays = options.pays or program.hint
     if plan.evicting:
         ranks = gather if model.rank.count > 1 else None
@@ -208,6 +218,25 @@ def requests_of(common: Any) -> tuple[list[int], list[int], list[bool]]:
     lengths = (common.seq_lens if bound is None else bound).tolist()  # exact without speculative decoding
     prompts = [] if unfinished is None else unfinished.tolist()
     return starts.tolist(), lengths, prompts + [False] * (len(lengths) - len(prompts))
+
+
+def decoded_dense(host: EngineHost, common: Any, graph_rows: int) -> int | None:
+    """The tokens that a step decodes in which no row may choose and no prompt has several; None of any other step.
+    `requests_of` and what follows would be a twentieth of a small model's step, for which the device waits."""
+    bound, prompts = common.seq_lens_cpu_upper_bound, common.is_prefilling
+    if bound is None or host.drafts or host.decoded > 1 or common.max_query_len > 1:
+        return None
+    lengths_B = bound.numpy()
+    decoded_B = lengths_B > 1  # the others are of steps that the engine makes up
+    if host.decode is not None:
+        captured = common.num_reqs <= graph_rows
+        least = host.pays.decode_at(common.num_reqs, captured)
+        reads_lengths = captured and bool(host.pays.decode.rows) and not host.dense_graphs
+        if reads_lengths or host.decode.chooses((int(lengths_B.max()),), least):
+            return None
+    if prompts is not None:
+        decoded_B[: len(prompts)] &= ~prompts.numpy()
+    return int(decoded_B.sum())
 
 
 def part_of(common: Any, first: int, end: int) -> Any:

@@ -70,6 +70,10 @@ class EngineLayers(TimedLayers):
         return self.host.scratch.kind[0]
 
     @property
+    def program_us(self) -> float:
+        return self.host.program_us
+
+    @property
     def ranks(self) -> int:
         return self.program.rank.count
 

@@ -1,6 +1,7 @@
 """The rule of where a plan is faster, in vLLM's engine: steps outside of it are vLLM's own."""
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -163,6 +164,30 @@ def test_chunks_that_run_as_graphs_are_timed_as_such(host: Any, monkeypatch: pyt
     assert layers.prefill_gain(host.program.layers[1], BUDGET, 3072) == 1.5
     assert computed == [3]
     assert asked[0] is not asked[1] is asked[2]
+
+
+@pytest.mark.parametrize(
+    ("one", "many", "gain", "asked"),
+    [(0.8, 1.5, 0.8, 1), (1.2, 0.9, 0.9, 2), (1.2, 1.5, 1.2, 2)],
+    ids=["waits for the program", "many chunks wait for it", "faster"],
+)
+def test_a_chunk_pays_beside_the_program_of_its_layer_and_beside_others(
+    host: Any, monkeypatch: pytest.MonkeyPatch, one: float, many: float, gain: float, asked: int
+) -> None:
+    """Dense time over sparse time, with the rest of the program and without it."""
+    seconds: list[float] = []
+
+    def launched(launches: Any, device: torch.device) -> list[float]:
+        started = time.perf_counter()
+        launches[0]()
+        seconds.append(time.perf_counter() - started)
+        return [one if len(seconds) == 1 else many, 1.0]
+
+    monkeypatch.setattr(host, "passed", [(0.03 * layer, 0.03 * layer + 0.01) for layer in range(4)])
+    layers = EngineLayers(host.program, Place("sha256:", 3072, BUDGET, 4, {}), Timers(launched), host, CPU, 64)
+    assert layers.program_us == pytest.approx(20e3)
+    assert layers.layer_gain(lambda: None, lambda: None, torch.ones(8, 4)) == gain
+    assert [taken > 0.02 for taken in seconds] == [True, False][:asked]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The plan of an engine that starts."""
 
+import random
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +22,11 @@ from sparsekv.plans.model import Fingerprint
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import Offload
 from sparsekv.plans.schema import Plan
+from sparsekv.runtime.core.pays import Pays, Thresholds
 from sparsekv.runtime.model_config import files_fingerprint
 from sparsekv.runtime.paged.captured_prefill import memory_of
-from sparsekv.runtime.vllm.engine_host import EngineHost, EngineModel, start_host
+from sparsekv.runtime.paged.metrics import Counters
+from sparsekv.runtime.vllm.engine_host import EngineHost, EngineModel, decoded_dense, start_host
 from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions
 
 CPU = torch.device("cpu")
@@ -162,3 +166,31 @@ def test_a_layer_runs_once_for_each_kind_of_patterns_before_prompts_come_and_not
         host.warm_up(layer, queries, PLAIN, 1.0)
         assert scratch.unique().tolist() == [left]
     assert host.counters.read().prefill_density is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_in_which_nothing_chooses_is_told_and_counted_as_any_other(
+    model: Any, plan: Plan, tmp_path: Path, seed: int
+) -> None:
+    source = random.Random(seed)
+    host, counted = start(model, plan, tmp_path, sparse="always"), Counters()
+    assert host.decode is not None
+    host.dense_graphs = source.random() < 0.7
+    least, rows = source.choice([0, 60, 500]), source.randrange(1, 5)
+    host.pays = Pays(decode=Thresholds((source.randrange(1, 4),), (least,)))
+    lengths = [source.choice([1, 20, 70, 100, 600]) for _ in range(rows)]
+    prompts = [source.random() < 0.2 for _ in range(rows)]
+    common = SimpleNamespace(
+        seq_lens_cpu_upper_bound=torch.tensor(lengths), num_reqs=rows, max_query_len=1,
+        is_prefilling=torch.tensor(prompts),
+    )  # fmt: skip
+    graph_rows = source.choice([0, 8])
+    tokens = decoded_dense(host, common, graph_rows)
+    seen = [range(length, length + 1) for length, prompt in zip(lengths, prompts, strict=True) if not prompt]
+    at = host.pays.decode_at(rows, True)
+    may_choose = host.decode.chooses(lengths, at)
+    assert (tokens is None) == (may_choose or (graph_rows > 0 and not host.dense_graphs))
+    if tokens is not None:
+        host.decode.count(seen, counted, at)
+        assert (counted.decode_dense, counted.decode_sparse) == (tokens, 0)
+    assert decoded_dense(host, SimpleNamespace(**{**vars(common), "max_query_len": 2}), graph_rows) is None
