@@ -242,6 +242,8 @@ _REASONS = {  # why families that are often asked for are refused, and their mod
     "its decoder, whose tokens have three positions each, is in no class of transformers that loads it alone": (
         "qwen2_vl qwen2_5_vl qwen3_vl_moe"
     ),
+    "its decoder is in no class of transformers without the vision tower": "muse_glimmer muse_glimmer_text",
+    "its values are narrower than its keys, and a head here has one size": "mimo_v2_flash",
     "it caches one compressed vector a token in place of keys and values (MLA), for which there is no store here": (
         "axk1 bailing_hybrid deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 kimi_k25 kimi_k3 kimi_linear longcat_flash "
         "minicpm3 mistral4 sarvam_mla youtu"

@@ -132,7 +132,7 @@ NO_RECORD = {  # why other causal models of transformers have no record, and the
     "not run: a record may be all that it takes": (
         "apertus1p5_text aria_text beam bitnet dbrx exaone flint gemma3n gemma3n_text gemma4_unified "
         "gemma4_unified_text hyperclovax internlm3 iquestcoder jetmoe kolibri1 "
-        "mimo_v2_flash nanochat phi4_multimodal sarvam_moe"
+        "nanochat phi4_multimodal sarvam_moe"
     ),
     "contexts of a few thousand tokens": (
         "biogpt codegen ctrl gpt-sw3 gpt2 gpt_bigcode gpt_neox gptj modernbert-decoder openai-gpt opt persimmon xglm"

@@ -131,6 +131,8 @@ REASONS = {
     "hy_v4": "indexer",
     "minimax_m3": "indexer",
     "qwen4_exp": "indexer",
+    "mimo_v2_flash": "narrower",
+    "muse_glimmer": "vision tower",
     "falcon_h1": "recurrent state beside",
     "nemotron_h": "MLP alone",
 }
