@@ -138,6 +138,19 @@ _LAGUNA_XS = {
     "layer_types": [_FULL, *[_LOCAL] * 3] * 10,
     "num_attention_heads_per_layer": [48, *[64] * 3] * 10,
 }
+_NEMOTRON3_NANO = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME",
+    "hidden_size": 2688,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 262144,
+    "mamba_num_heads": 64,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "intermediate_size": 1856,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+}
 
 # By alias, see plans/data/aliases.toml. The sizes that a config of transformers has by default are those of its first
 # checkpoint.
@@ -172,6 +185,7 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
     "jais2-8b": {"model_type": "jais2"},
     "laguna-xs": _LAGUNA_XS,
     "mellum2-12b": {"model_type": "mellum", "layer_types": [*[_LOCAL] * 3, _FULL] * 7},
+    "nemotron3-nano-30b": _NEMOTRON3_NANO,
     "phi3.5-moe": {"model_type": "phimoe"},
 }
 

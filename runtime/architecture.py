@@ -186,6 +186,16 @@ ARCHITECTURES = {
         Architecture("mistral"),
         Architecture("mixtral", experts="intermediate_size"),
         Architecture("nemotron"),
+        Architecture(
+            "nemotron_h",
+            attention="mixer",
+            mlp="mixer",
+            norms=("norm", ""),
+            last_norm="norm_f",
+            experts=_MOE,
+            shared="moe_shared_expert_intermediate_size",
+            whole=True,
+        ),
         Architecture("olmo"),
         Architecture("olmo2", norms=("", ""), norms_after=_AFTER),
         Architecture("olmo3", norms=("", ""), norms_after=_AFTER),
@@ -238,7 +248,6 @@ _REASONS = {  # why families that are often asked for are refused, and their mod
     "each of its layers has a recurrent state beside its keys and values, and a layer here has one of the two": (
         "falcon_h1"
     ),
-    "it has layers of an MLP alone, and a layer here attends or has a recurrent state": "nemotron_h",
     "its decoder, whose tokens have three positions each, is in no class of transformers that loads it alone": (
         "qwen2_vl qwen2_5_vl qwen3_vl_moe"
     ),
@@ -321,11 +330,14 @@ def _gated_delta(config: PreTrainedConfig) -> Recurrence:
 
 
 def _mamba_2(config: PreTrainedConfig) -> Recurrence:
-    """In float32: a matrix a head, one for every chunk of tokens, and every pair of tokens of a chunk."""
     heads, size, state = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
-    chunk: int = config.mamba_chunk_size
+    return _of_mamba_2(heads, config.mamba_n_groups, size, state, config.mamba_chunk_size)
+
+
+def _of_mamba_2(heads: int, groups: int, size: int, state: int, chunk: int) -> Recurrence:
+    """In float32: a matrix a head, one for every chunk of tokens, and every pair of tokens of a chunk."""
     token = 4 * heads * (8 * size + 6 * state + 4 * chunk + -(-4 * size * state // chunk))
-    return Recurrence(heads, config.mamba_n_groups, size, 4 * heads * size * state, token)
+    return Recurrence(heads, groups, size, 4 * heads * size * state, token)
 
 
 def _mamba_1(config: PreTrainedConfig) -> Recurrence:
@@ -340,7 +352,13 @@ def _short_convolution(config: PreTrainedConfig) -> Recurrence:
     return Recurrence(1, 1, width, 4 * width * config.conv_L_cache, 4 * 10 * width)
 
 
+def _mamba_2_of_nemotron(config: PreTrainedConfig) -> Recurrence:
+    heads, size, state, chunk = config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size, config.chunk_size
+    return _of_mamba_2(heads, config.n_groups, size, state, chunk)
+
+
 _KINDS = {
+    "mamba_num_heads": _mamba_2_of_nemotron,
     "linear_num_value_heads": _gated_delta,
     "mamba_n_heads": _mamba_2,
     "mamba_d_state": _mamba_1,

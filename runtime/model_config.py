@@ -61,7 +61,8 @@ _SETTINGS = (
     *("attention_multiplier", "embedding_multiplier", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
     *("residual_multiplier", "route_scale", "routed_scaling_factor", "moe_routed_scaling_factor", "mup_enabled"),
     *("router_scaling_factor", "router_jitter_noise", "moe_router_logit_softcapping", "expert_selection_fn"),
-    *("shared_expert_combination_strategy", "prefix_dense_sliding_window_pattern"),
+    *("shared_expert_combination_strategy", "prefix_dense_sliding_window_pattern", "time_step_min"),
+    *("mamba_hidden_act", "mlp_hidden_act", "layer_norm_epsilon"),
     *("attn_logit_softcapping", "clip_qkv", "final_logit_softcapping", "swiglu_alpha", "swiglu_limit"),
     *("layer_norm_eps", "norm_eps", "norm_epsilon", "rms_norm_eps"),
     *("moe_k", "moe_norm_min", "moe_topk", "n_group", "norm_topk_prob", "num_experts_per_tok", "top_k_experts"),
@@ -156,7 +157,14 @@ def linear_layers(config: PreTrainedConfig) -> tuple[int, ...]:
     from transformers.cache_utils import LinearAttentionLayer
 
     cached = DynamicCache(config=config).layers
-    return tuple(number for number, layer in enumerate(cached) if isinstance(layer, LinearAttentionLayer))
+    return tuple(
+        number
+        for number, layer in enumerate(cached)
+        if isinstance(layer, LinearAttentionLayer) or kinds[number] in _MLP_ALONE
+    )
+
+
+_MLP_ALONE = ("mlp", "moe")  # kinds of layers, which are described as those with a state: neither has keys
 
 
 def _linear_group(config: PreTrainedConfig, layers: tuple[int, ...]) -> AttentionGroup:

@@ -68,6 +68,7 @@ FAMILIES = {  # the name that people know, and what neither the record nor the t
     "mistral": ("Mistral", ""),
     "mixtral": ("Mixtral", ""),
     "nemotron": ("Nemotron-3, -4", ""),
+    "nemotron_h": ("Nemotron-H, Nemotron 3 Nano", "layers of an MLP alone"),
     "olmo": ("OLMo", ""),
     "olmo2": ("OLMo-2", ""),
     "olmo3": ("OLMo-3", ""),

@@ -89,7 +89,7 @@ class LongInputs:
 
     def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
         decoder: Any = attached.decoder
-        embed = decoder.embed_tokens
+        embed = decoder.get_input_embeddings()
         is_known = type(embed) is nn.Embedding or self._is_own(embed)
         spare = inputs.get("input_ids") is not None and is_known and not is_touched(embed)  # nobody else has the input
         rows = _Rows(self._architecture, under_way, self._chunking)

@@ -391,6 +391,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {  # which change the parts of 
     "granitemoeshared, nothing shared": ("granitemoeshared", {"shared_intermediate_size": 0}),
     "hunyuan_v1_moe, experts by layer": ("hunyuan_v1_moe", {"moe_topk": [1, 2, 3, 4]}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "nemotron_h, layers of an MLP alone": (
+        "nemotron_h",
+        {"layers": 5, "layer_types": ["linear_attention", "mlp", "full_attention", "moe", "full_attention"]},
+    ),
     "phi, norms of heads": ("phi", {"qk_layernorm": True, "hidden": 128, "head_dim": 32}),
     "stablelm, parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
     "qwen2, a window of 30": ("qwen2", {"use_sliding_window": True, "sliding_window": 30, **LOCAL}),
@@ -405,7 +409,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {  # which change the parts of 
     ),
     "laguna, heads by layer": (
         "laguna",
-        {"num_attention_heads_per_layer": [4, 8, 4, 2], "gating": "per-element", **LOCAL},
+        {"num_attention_heads_per_layer": [4, 8, 4, 4], "gating": "per-element", **LOCAL},
     ),
 }
 

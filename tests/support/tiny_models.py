@@ -77,6 +77,9 @@ _OWN: dict[str, dict[str, Any]] = {  # what is special to a family, so that leav
     },
     "mistral": {"sliding_window": None},
     "mixtral": _FEW_EXPERTS,
+    "nemotron_h": _GROUPS
+    | {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "chunk_size": 32, "n_groups": 2}
+    | {"moe_shared_expert_intermediate_size": 40},
     "olmo": {"clip_qkv": 2.0},
     "olmoe": _FEW_EXPERTS,
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -97,7 +100,7 @@ _SQUARE = ("helium", "olmoe", "stablelm")  # whose heads are together as wide as
 # One of each kind, for what does not depend on the numbers of a family.
 TYPICAL = ("glm", "gpt_oss", "gemma3_text", "granitemoe", "llama", "olmo2", "phi3", "qwen3")
 DELTA_RULE = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-HYBRIDS = (*DELTA_RULE, "bamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe")
+HYBRIDS = (*DELTA_RULE, "bamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "nemotron_h")
 _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

@@ -134,7 +134,6 @@ REASONS = {
     "mimo_v2_flash": "narrower",
     "muse_glimmer": "vision tower",
     "falcon_h1": "recurrent state beside",
-    "nemotron_h": "MLP alone",
 }
 
 

@@ -57,7 +57,8 @@ def test_recurrent_layers_are_described_last(model) -> None:
         else (((1, 2), "full"), ((0,), "linear"))
     )
     assert (linear.heads, linear.head_dim) == {
-        "qwen3": (4, 16), "lfm2": (1, 64), "jamba": (1, 128), "bamba": (4, 32), "granitemoehybrid": (4, 32)
+        "qwen3": (4, 16), "lfm2": (1, 64), "jamba": (1, 128), "bamba": (4, 32), "granitemoehybrid": (4, 32),
+        "nemotron": (4, 32),
     }[re.sub("_.*", "", model.config.model_type)]  # fmt: skip
 
 
