@@ -32,7 +32,7 @@ from sparsekv.planner.verify_cells import TESTED, cells_tested
 
 SEEDS, LENGTH = 1000, 8192
 RIGHT = (0.65, 0.80, 0.95, 1.0)
-CASES = [*product((SMALL, FULL), (1,), RIGHT), *product((SMALL, FULL), (3,), (RIGHT[0], RIGHT[-1]))]
+CASES = [*product((SMALL, FULL), (1, 3), RIGHT)]
 NAMES = [f"{'small' if size == SMALL else 'full'}-{lengths}-{right}" for size, lengths, right in CASES]
 
 
