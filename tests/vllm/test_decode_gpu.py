@@ -68,13 +68,13 @@ def test_rows_choose_beside_chunks_of_prompts_however_steps_are_run(engines: dic
 
 
 def test_rows_below_the_threshold_are_dense_beside_long_ones(engines: dict[str, Any], prompts: Prompts) -> None:
-    """vLLM's kernel has no tokens of the rows that choose; it may split the others differently. A logit of bfloat16
-    between 8 and 16 has steps of 1/16."""
+    """Our kernels compute them, and round elsewhere than vLLM's. A logit of bfloat16 between 8 and 16 has steps of
+    1/16."""
     asked = [prompts[200], prompts[2700], prompts[700][:300], prompts[2000]]
     captured, dense = answers(engines["captured"], asked), answers(engines["dense"], asked)
     for (tokens, total), (expected, expected_total) in zip(captured[0::2], dense[0::2], strict=True):
         assert tokens == expected
-        assert total == pytest.approx(expected_total, abs=1 / 16)
+        assert total == pytest.approx(expected_total, abs=1 / 8)
     assert captured[1::2] != dense[1::2]
 
 
