@@ -132,7 +132,7 @@ class Batch:
         steps.rule, cached = one.steps(seen)
         steps.spent = Spent()
         read, picked_BG = self._read(lambda last: deepcopy(seen.prompts))
-        share = steps.spent.read if cached is None else cached
+        share = _read_share(steps.spent) if cached is None else cached
         yield from self._records(name, read, picked_BG, share, None, None)
 
     def _run(self, name: Name, one: Entrant) -> Iterator[Sampled]:
@@ -142,7 +142,7 @@ class Batch:
             prompts, seconds = timed_prefill(model, self.ids_BS, self.asked.chunk)
             read, picked_BG = self._read(lambda last: prompts if last else deepcopy(prompts))
             computed = spent()
-        share = computed.density if one.phase == "prefill" else computed.read
+        share = computed.density if one.phase == "prefill" else _read_share(computed)
         if one.cached is not None:
             share = one.cached
         first = 1 if mode.dense_prefill else 0
@@ -175,7 +175,7 @@ class Batch:
         name: Name,
         read: Text,
         picked_BG: torch.Tensor,
-        share: float,
+        share: float | None,
         prefill_seconds: float | None,
         step_seconds: float | None,
         first: int = 1,
@@ -193,7 +193,7 @@ class Batch:
                 number=number,
                 score=ruler_suite.recall(text, sample.answer),
                 kl=kl,
-                share=min(1.0, share),
+                share=None if share is None else min(1.0, share),
                 prefill_seconds=prefill_seconds,
                 step_seconds=step_seconds,
             )
@@ -205,3 +205,7 @@ class Batch:
         kl_BT = (dense_BTV.exp() * (dense_BTV - log_BTV)).sum(-1).double().clamp(min=0.0) * counted_BT
         mean_B: list[float] = (kl_BT.sum(1) / counted_BT.sum(1).clamp(min=1)).tolist()
         return mean_B
+
+
+def _read_share(spent: Spent) -> float | None:
+    return spent.read if spent.cached else None

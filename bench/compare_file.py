@@ -36,7 +36,7 @@ class Sampled(RunRecord):
     Attributes:
         at: what it is held to.
         kl: divergence from dense on dense's own text, a mean over its first tokens.
-        share: of tiles, of tokens read or of bytes, of the batch.
+        share: of tiles, of tokens read or of bytes, of the batch; None where answers ended before a step.
         prefill_seconds, step_seconds: of its prompt and of a step of its batch; None in plain torch.
     """
 
@@ -47,7 +47,7 @@ class Sampled(RunRecord):
     number: Natural
     score: Portion
     kl: NonNegative
-    share: Portion
+    share: Portion | None = None
     prefill_seconds: NonNegative | None = None
     step_seconds: NonNegative | None = None
 
@@ -160,7 +160,7 @@ def _row(file: CompareFile, method: str, at: str, length: int) -> Row | None:
         over=_difference(own, ours) if is_compared else None,
         kl=float(np.mean(kls)),
         kl_interval=bootstrap_interval(kls),
-        share=float(np.mean([one.share for one in own.values()])),
+        share=float(np.mean([one.share for one in own.values() if one.share is not None] or [1.0])),
         prefill_seconds=_median([one.prefill_seconds for one in own.values()]),
         step_seconds=_median([one.step_seconds for one in own.values()]),
     )

@@ -15,7 +15,7 @@ from tiny_plans import decode_plan, drops, every_head, plan_for, segment
 
 from sparsekv.bench import entrants, ruler_suite
 from sparsekv.bench.compare import Asked, compare_methods
-from sparsekv.bench.compare_file import CompareFile, CompareRun, Sampled, rows, text
+from sparsekv.bench.compare_file import CompareFile, CompareRun, Held, Sampled, rows, text
 from sparsekv.bench.entrants import OURS, Entrants, chosen_methods
 from sparsekv.bench.eviction_rules import Evicted, ExpectedAttention, SnapKV, cached_share, observed_prompt
 from sparsekv.bench.filter_rules import OmniKV
@@ -107,6 +107,16 @@ def test_every_method_is_held_to_the_share_of_the_plan_and_nothing_is_measured_t
     before = dict(file.all(Sampled))
     assert compare_methods(retriever, entrants_of(retriever, phase), asked, file)
     assert file.all(Sampled) == before
+
+
+def test_answers_that_end_before_a_step_tell_nothing_of_what_steps_read(retriever: LoadedModel) -> None:
+    file, held = file_of(retriever, "decode"), {"at": "0.4", "length": LENGTH}
+    file.add(Held(method=OURS, target=0.4, **held))
+    for number, share in enumerate((0.4, None)):
+        drawn = {"task": "vt", "number": number, "score": 1.0, "kl": 0.0}
+        file.add(Sampled(method="dense", at="1", length=LENGTH, share=1.0, **drawn))
+        file.add(Sampled(method=OURS, share=share, **held, **drawn))
+    assert {row.method: row.share for row in rows(file)} == {"dense": 1.0, OURS: 0.4}
 
 
 def test_the_command_goes_on_with_its_file_and_ends_in_a_sentence(
