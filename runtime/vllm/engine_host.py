@@ -7,7 +7,6 @@ import warnings
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -49,6 +48,9 @@ class EngineModel:
     graphs: bool = True  # whether anything may be captured
 
 
+_MOST_PROGRAM_US = 500.0  # a longer time between two layers is none that further steps take
+
+
 class EngineHost(PlanHost):
     """A plan at work in one worker, of which layers may evict tokens."""
 
@@ -64,9 +66,9 @@ class EngineHost(PlanHost):
     @property
     def program_us(self) -> float:
         """Microseconds of the engine's program from the attention of one layer to that of the next, in a step that is
-        not captured; 0 where none was seen."""
-        gaps = [1e6 * (begun - ended) for (_, ended), (begun, _) in pairwise(self.passed)]
-        return median(gaps) if gaps else 0.0
+        not captured; 0 where none was seen. The least of all, as a first step also loads kernels."""
+        gaps = (1e6 * (begun - ended) for (_, ended), (begun, _) in pairwise(self.passed))
+        return min(_MOST_PROGRAM_US, min(gaps, default=0.0))
 
     def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor, softmax: Softmax, scale: float) -> None:
         """See `PlanHost`. An evicting layer also chooses."""

@@ -24,7 +24,7 @@ from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.core.timed_layers import Place, Timers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.paged.step_rows import DecodeRows
-from sparsekv.runtime.vllm import timed_kernels
+from sparsekv.runtime.vllm import engine_host, timed_kernels
 from sparsekv.runtime.vllm.engine_host import serving_stats
 from sparsekv.runtime.vllm.settings import read_options
 from sparsekv.runtime.vllm.timed_kernels import EngineLayers
@@ -183,11 +183,14 @@ def test_a_chunk_pays_beside_the_program_of_its_layer_and_beside_others(
         seconds.append(time.perf_counter() - started)
         return [one if len(seconds) == 1 else many, 1.0]
 
+    monkeypatch.setattr(engine_host, "_MOST_PROGRAM_US", 40e3)
     monkeypatch.setattr(host, "passed", [(0.03 * layer, 0.03 * layer + 0.01) for layer in range(4)])
     layers = EngineLayers(host.program, Place("sha256:", 3072, BUDGET, 4, {}), Timers(launched), host, CPU, 64)
     assert layers.program_us == pytest.approx(20e3)
     assert layers.layer_gain(lambda: None, lambda: None, torch.ones(8, 4)) == gain
     assert [taken > 0.02 for taken in seconds] == [True, False][:asked]
+    monkeypatch.setattr(engine_host, "_MOST_PROGRAM_US", 10e3)
+    assert layers.program_us == 10e3
 
 
 @pytest.mark.parametrize(
