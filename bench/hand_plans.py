@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -154,49 +153,33 @@ def dense_up_to(plan: Plan, length: int) -> Plan:
     return plan.model_copy(update={"prefill": prefill, "decode": decode})
 
 
-@dataclass(frozen=True, slots=True)
-class HandDecode:
-    """A decode plan made by hand, for every length.
+def decode_by_hand(info: ModelInfo, longest: int, chosen: Budget | None = None) -> tuple[Plan, str]:
+    """A decode plan for every length, and in words: filter layers by depth, each of which chooses for all up to the
+    next.
 
-    Attributes:
-        budget: tokens that a filter layer chooses.
-        filters: the filter layers, each of which chooses for all layers up to the next; empty for three by depth.
+    Args:
+        longest: tokens of the longest context, of which a budget that is a share is taken.
+        chosen: the budget of a filter layer; None is the planner's share.
     """
-
-    budget: Budget = field(default_factory=lambda: fraction(CHOSEN_SHARE))
-    filters: tuple[int, ...] = ()
-
-    def plan(self, info: ModelInfo, longest: int) -> tuple[Plan, str]:
-        """The plan, and it in words.
-
-        Args:
-            longest: tokens of the longest context, of which a budget that is a share is taken.
-        """
-        filters = self.filters or _by_depth(info.full_layers)
-        layers = followers(filters, info.full_layers)
-        idle = [layer for layer in filters if layer not in info.full_layers or not layers[layer]]
-        if idle or not filters:
-            raise UsageError(
-                "expected filter layers with full attention, each with other such layers before the next one to choose "
-                f"for (layers {format_ids(info.full_layers) or 'none'} of this model have it), found "
-                f"{format_ids(idle) or 'none'}; choose others"
-            )
-        at_most = None if self.budget.fraction is None else self.budget.resolve(longest)
-        budget = DecodeBudget(tokens=self.budget.tokens, fraction=self.budget.fraction, at_most=at_most)
-        segments = tuple(
-            Segment(filter=layer, layers=chosen_for, budget=budget, sink=SINK, recent=RECENT)
-            for layer, chosen_for in layers.items()
-        )
-        decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=segments),))
-        words = f"made by hand: filter layers {format_ids(filters)} choose {budget}; {SINK} sinks, {RECENT} recent"
-        return Plan(status="unverified", model=info, decode=decode), words
+    filters, chosen = _by_depth(info.full_layers), chosen or fraction(CHOSEN_SHARE)
+    if not filters:
+        raise UsageError(f"expected two layers with full attention, found {len(info.full_layers)}; take another model")
+    at_most = None if chosen.fraction is None else chosen.resolve(longest)
+    budget = DecodeBudget(tokens=chosen.tokens, fraction=chosen.fraction, at_most=at_most)
+    segments = tuple(
+        Segment(filter=layer, layers=layers, budget=budget, sink=SINK, recent=RECENT)
+        for layer, layers in followers(filters, info.full_layers).items()
+    )
+    decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=segments),))
+    words = f"made by hand: filter layers {format_ids(filters)} choose {budget}; {SINK} sinks, {RECENT} recent"
+    return Plan(status="unverified", model=info, decode=decode), words
 
 
 def budget_of(info: ModelInfo, length: int, share: float) -> Budget:
     """The budget by which a step of a plan made by hand reads a share of the cached tokens at a length."""
 
     def read(part: float) -> float:
-        plan, _ = HandDecode(fraction(part)).plan(info, length)
+        plan, _ = decode_by_hand(info, length, fraction(part))
         return decode_share(plan, length).computed or 1.0
 
     low, high = 0.05, 0.25  # between which what is read grows evenly

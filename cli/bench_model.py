@@ -30,8 +30,7 @@ from sparsekv.planner.flags import (
 from sparsekv.planner.options import Hardware, KVPrecision, density_for
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.patterns import TileShape, fraction
-from sparsekv.plans.phases import CHOSEN_SHARE
+from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
 
 if TYPE_CHECKING:
@@ -212,7 +211,7 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
     used = named.plan
     hardware, precision = device_and_dtype(machine)
     from sparsekv.bench.decode import COLUMNS, RANDOM_NOTE, bench_decode, check_decode
-    from sparsekv.bench.hand_plans import HandDecode as DecodeByHand
+    from sparsekv.bench.hand_plans import decode_by_hand
     from sparsekv.bench.random_model import describe_named
     from sparsekv.bench.token_runs import NEW_EXACT, NEW_TOKENS, DecodeBench
 
@@ -232,7 +231,7 @@ def measure_decode(flags: DecodeFlags) -> BenchRun:
     )
     plan, words = used, "given"
     if plan is None:
-        plan, words = DecodeByHand(flags.budget or fraction(CHOSEN_SHARE)).plan(info, max(lengths))
+        plan, words = decode_by_hand(info, max(lengths), flags.budget)
     plans = {"plan" if used else "last": plan}
     check_decode(info, plans, bench)
     # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
@@ -375,13 +374,12 @@ def serve(flags: ServeFlags) -> None:
 
 def _plan_by_hand(flags: ServeFlags, info: ModelInfo, lengths: Sequence[int], longest: int) -> tuple[Plan, str]:
     """A plan for a model without one, and in words."""
-    from sparsekv.bench.hand_plans import HandDecode as DecodeByHand
-    from sparsekv.bench.hand_plans import dense_up_to, dummy_plan, hand_plan, kept_by_hand
+    from sparsekv.bench.hand_plans import decode_by_hand, dense_up_to, dummy_plan, hand_plan, kept_by_hand
 
     shares = flags.density or tuple(map(density_for, lengths))
     plan, words = (dummy_plan if flags.random_weights else hand_plan)(info, lengths, shares, TileShape())
     if flags.budget is not None:
-        by_hand, chosen = DecodeByHand(flags.budget).plan(info, longest)
+        by_hand, chosen = decode_by_hand(info, longest, flags.budget)
         plan, words = plan.model_copy(update={"decode": by_hand.decode}), f"{words}; {chosen}"
     plan, words = dense_up_to(plan, _CROSSOVER), f"{words}, dense up to {_CROSSOVER}"
     if flags.keep is not None:

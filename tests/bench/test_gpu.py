@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsekv.bench.decode import bench_decode, check_decode
-from sparsekv.bench.hand_plans import HandDecode
+from sparsekv.bench.hand_plans import decode_by_hand
 from sparsekv.bench.harness import try_each
 from sparsekv.bench.kernels import KernelBench, bench_kernels
 from sparsekv.bench.random_model import random_model
@@ -52,7 +52,7 @@ def test_every_dense_kernel_of_a_decode_step_that_runs_computes_the_same():
 def test_decode_steps_are_captured_unless_the_selector_looks_back():
     bench = DecodeBench(lengths=(8192,), batches=(2,), repeats=1)
     subject = random_model("tiny-retriever", device=torch.device("cuda"), dtype=torch.bfloat16, longest=8192)
-    plan, words = HandDecode(tokens(256)).plan(subject.info, 8192)
+    plan, words = decode_by_hand(subject.info, 8192, tokens(256))
     (bucket,) = plan.decode.lengths
     segments = tuple(one.model_copy(update={"selector": "exponential", "window": 8}) for one in bucket.segments)
     looking = plan.decode.model_copy(update={"lengths": (bucket.model_copy(update={"segments": segments}),)})

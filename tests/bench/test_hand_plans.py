@@ -8,7 +8,7 @@ from tiny_models import tiny_model
 from tiny_plans import info_of
 
 from sparsekv.bench import random_model as random_models
-from sparsekv.bench.hand_plans import HandDecode, budget_of, dummy_plan, hand_plan
+from sparsekv.bench.hand_plans import budget_of, decode_by_hand, dummy_plan, hand_plan
 from sparsekv.bench.random_model import describe_named, random_model
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, computed_tiles
@@ -90,15 +90,15 @@ def test_a_plan_for_dummy_weights_has_its_density_where_all_scores_are_equal_cut
 @pytest.mark.parametrize("share", [0.26, 0.39, 0.61])
 def test_a_budget_has_a_step_read_the_share_that_is_asked_for(share):
     info, length = describe_named("llama3-8b", random_weights=True), 32768
-    plan, _ = HandDecode(budget_of(info, length, share)).plan(info, length)
+    plan, _ = decode_by_hand(info, length, budget_of(info, length, share))
     assert decode_share(plan, length).computed == pytest.approx(share, abs=0.005)
 
 
 def test_filters_by_hand_choose_for_all_layers_up_to_the_next():
     info = describe_named("llama3-8b", random_weights=True)
-    plan, words = HandDecode(filters=(0, 8, 18)).plan(info, 1 << 17)
+    plan, words = decode_by_hand(info, 1 << 17)
     (bucket,) = plan.decode.lengths
     layers = {one.filter: one.layers for one in bucket.segments}
-    assert layers == {0: tuple(range(1, 8)), 8: tuple(range(9, 18)), 18: tuple(range(19, 32))}
+    assert layers == {2: tuple(range(3, 8)), 8: tuple(range(9, 18)), 18: tuple(range(19, 32))}
     assert {(one.budget.fraction, one.sink, one.recent) for one in bucket.segments} == {(0.1, 4, 128)}
     assert all(str(number) in words for number in (0.1, 18))
