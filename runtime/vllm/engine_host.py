@@ -48,7 +48,7 @@ class EngineModel:
     graphs: bool = True  # whether anything may be captured
 
 
-_MOST_PROGRAM_US = 500.0  # a longer time between two layers is none that further steps take
+_MOST_PROGRAM_US = 200.0  # more may be what a first step loads in each layer, and would leave chunks dense that gain
 
 
 class EngineHost(PlanHost):
@@ -66,7 +66,7 @@ class EngineHost(PlanHost):
     @property
     def program_us(self) -> float:
         """Microseconds of the engine's program from the attention of one layer to that of the next, in a step that is
-        not captured; 0 where none was seen. The least of all, as a first step also loads kernels."""
+        not captured; 0 where none was seen."""
         gaps = (1e6 * (begun - ended) for (_, ended), (begun, _) in pairwise(self.passed))
         return min(_MOST_PROGRAM_US, min(gaps, default=0.0))
 

@@ -34,7 +34,7 @@ Made = TypeVar("Made")
 
 _SECONDS = 5.0
 _SHORT = 128  # tokens: nothing chooses among so few
-_FORM = 3  # of a rule and of what is timed for it
+_FORM = 4  # of a rule and of what is timed for it
 _MOST_TEXT = 1024  # bytes of a rule
 _FINITE = 0x7F  # bytes below it are numbers in e4m3
 _MOST_BYTES = 1 << 31  # of pages, many times a device's cache; more rows share them in another order
@@ -142,9 +142,11 @@ class EngineLayers(TimedLayers):
         if cost is None:
             return 0.0
         dense, sparse = self._step_us(rows, length, 0)
+        if not self.host.holds_dense:  # else dense steps begin alike
+            return (dense + cost) / sparse
         if not self.begun:
             self.begun.extend(self.timers.issued([self._begin(self._pages(1, 1, 1), 1, 1, 0, True)], self.device))
-        return (dense + cost) / (sparse + self.begun[0])
+        return dense / (sparse + self.begun[0])
 
     def mixed_gain(self, rows: int, length: int) -> float:
         """Beside prompts the engine's kernel takes the decode rows along, while the program launches ours for each
@@ -155,7 +157,10 @@ class EngineLayers(TimedLayers):
         dense_us, *sparse = self._replayed(rows, length, 0)
         if not self.issued:  # at any size and context alike
             launches = self._launches(rows, length, 0, captured=False)[1:]
-            self.issued.extend(self.timers.issued(launches, self.device))
+            try:
+                self.issued.extend(self.timers.issued(launches, self.device))
+            except torch.OutOfMemoryError:  # other ranks make no more launches, for which this one would wait
+                self.issued.extend([math.nan] * len(launches))
         dense_us, ours_us = self.step_us([dense_us, *map(max, sparse, self.issued)])
         return dense_us / ours_us
 

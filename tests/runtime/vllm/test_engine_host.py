@@ -177,20 +177,21 @@ def test_a_step_in_which_nothing_chooses_is_told_and_counted_as_any_other(
     assert host.decode is not None
     host.dense_graphs = source.random() < 0.7
     least, rows = source.choice([0, 60, 500]), source.randrange(1, 5)
-    host.pays = Pays(decode=Thresholds((source.randrange(1, 4),), (least,)))
-    lengths = [source.choice([1, 20, 70, 100, 600]) for _ in range(rows)]
-    prompts = [source.random() < 0.2 for _ in range(rows)]
+    of_graphs, launched = (Thresholds((source.randrange(1, 4),), (tokens,)) for tokens in (least, 90))
+    host.pays = Pays(decode=of_graphs, mixed=launched)
+    lengths = [source.choice([0, 1, 20, 70, 80, 100, 600]) for _ in range(rows)]
+    prompts = [length > 0 and source.random() < 0.2 for length in lengths]
     common = SimpleNamespace(
         seq_lens_cpu_upper_bound=torch.tensor(lengths), num_reqs=rows, max_query_len=1,
         is_prefilling=torch.tensor(prompts),
     )  # fmt: skip
     graph_rows = source.choice([0, 8])
-    tokens = decoded_dense(host, common, graph_rows)
+    tokens_of_step = decoded_dense(host, common, graph_rows)
     seen = [range(length, length + 1) for length, prompt in zip(lengths, prompts, strict=True) if not prompt]
-    at = host.pays.decode_at(rows, True)
-    may_choose = host.decode.chooses(lengths, at)
-    assert (tokens is None) == (may_choose or (graph_rows > 0 and not host.dense_graphs))
-    if tokens is not None:
+    at = (of_graphs if graph_rows else launched).at(rows)
+    may_choose = at is not None and any(length > 64 and length >= at for length in lengths)  # the plan's from 65 on
+    assert (tokens_of_step is None) == (may_choose or (graph_rows > 0 and not host.dense_graphs))
+    if tokens_of_step is not None:
         host.decode.count(seen, counted, at)
-        assert (counted.decode_dense, counted.decode_sparse) == (tokens, 0)
+        assert (counted.decode_dense, counted.decode_sparse) == (tokens_of_step, 0)
     assert decoded_dense(host, SimpleNamespace(**{**vars(common), "max_query_len": 2}), graph_rows) is None
