@@ -15,6 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm_engine import (
     BUDGET,
     DECODE_BOUND,
+    PAGES,
     Oracle,
     generate,
     make_engine,
@@ -40,6 +41,7 @@ Alone = tuple[list[list[int]], ServingStats]  # answers, and what was counted
 NGRAM = by_look_up(3)
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 NEW = 16  # tokens of an answer
+DRAFTER = os.environ.get("FUZZ_DRAFTER", "ngram")
 FUZZ_FIRST, FUZZ_COUNT = (
     int(os.environ.get(name, default)) for name, default in (("FUZZ_FIRST", 0), ("FUZZ_COUNT", 20))
 )
@@ -55,9 +57,9 @@ def engine(folder: str, options: dict[str, Any], **settings: Any) -> Any:
             sys.modules["llvmlite.binding.ffi"] = hidden
 
 
-def accepted(llm: Any) -> int:
-    """Tokens of drafts."""
-    name = "vllm:spec_decode_num_accepted_tokens"
+def accepted(llm: Any, count: str = "accepted_tokens") -> int:
+    """Tokens of drafts; "draft_tokens" with the rejected ones."""
+    name = f"vllm:spec_decode_num_{count}"
     return next(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 
@@ -213,13 +215,15 @@ def pair(
     plan: Plan, retriever: str, mimo: str, drafters: Drafters, kept_engines: list[Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Engines without and with a drafter. Prefill is dense, so that it does not matter where prompts are cut. The
-    scheduler drafts fewer tokens for more requests."""
-    path, method = tmp_path_factory.mktemp("decode") / "plan.yaml", os.environ.get("FUZZ_DRAFTER", "ngram")
+    """Engines without and with a drafter. Prefill is dense, so that it does not matter where prompts are cut; pages
+    suffice for all requests, as what is computed again after a preemption is prefill. The scheduler drafts fewer tokens
+    for more requests."""
+    path = tmp_path_factory.mktemp("decode") / "plan.yaml"
     write_plan(plan.model_copy(update={"prefill": None}), path)
-    most: int = drafters[method]["num_speculative_tokens"]
-    drafter = drafters[method] | {"num_speculative_tokens_per_batch_size": [(1, 3, most), (4, 8, 1)]}
-    model, settings = mimo if method == "mtp" else retriever, {"enable_prefix_caching": True}
+    most: int = drafters[DRAFTER]["num_speculative_tokens"]
+    drafter = drafters[DRAFTER] | {"num_speculative_tokens_per_batch_size": [(1, 3, most), (4, 8, 1)]}
+    model = mimo if DRAFTER == "mtp" else retriever
+    settings = {"enable_prefix_caching": True, "num_gpu_blocks_override": 3 * PAGES}
     kept_engines.append(engine(model, {"plan": str(path)}, **settings))
     settings |= {"max_num_batched_tokens": BUDGET + 8 * most, "speculative_config": drafter}
     kept_engines.append(engine(model, {"plan": str(path)}, **settings))
@@ -251,7 +255,8 @@ def test_random_requests_have_the_answers_without_a_drafter(pair: tuple[Any, Any
                 inner.abort_request([source.choice(sorted(asked))])
         assert llm.reset_prefix_cache(), "pages are still taken"
         answers.append(ended)
-    assert accepted(pair[1]) > 0
+        assert not preemptions(llm)
+    assert accepted(pair[1], "draft_tokens" if DRAFTER == "eagle" else "accepted_tokens") > 0  # eagle's are random
     for name, output in answers[1].items():
         (tokens, logprobs), (expected, of_expected) = map(tokens_and_logprobs, (output, answers[0][name]))
         assert tokens == expected
