@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -160,7 +161,7 @@ def _row(file: CompareFile, method: str, at: str, length: int) -> Row | None:
         over=_difference(own, ours) if is_compared else None,
         kl=float(np.mean(kls)),
         kl_interval=bootstrap_interval(kls),
-        share=float(np.mean([one.share for one in own.values() if one.share is not None] or [1.0])),
+        share=float(np.mean([one.share for one in own.values() if one.share is not None] or [math.nan])),
         prefill_seconds=_median([one.prefill_seconds for one in own.values()]),
         step_seconds=_median([one.step_seconds for one in own.values()]),
     )
@@ -200,10 +201,14 @@ def table_of(file: CompareFile, every: Sequence[Row]) -> list[tuple[str, ...]]:
     return [header, *map(_cells, every)]
 
 
+def _share(row: Row) -> str:
+    return "-" if math.isnan(row.share) else f"{row.share:.3f}"  # answers that all ended before a step
+
+
 def _cells(row: Row) -> tuple[str, ...]:
     kl = f"{row.kl:.4f}" + ("" if row.kl_interval is None else " [{:.4f}, {:.4f}]".format(*row.kl_interval))
     return (
-        *(format_length(row.length), row.at, row.method, row.setting or "-", f"{row.share:.3f}", f"{row.score:.1f}"),
+        *(format_length(row.length), row.at, row.method, row.setting or "-", _share(row), f"{row.score:.1f}"),
         *(_points(row.over_dense), _points(row.over), "-" if row.method == DENSE else kl),
         "-" if row.prefill_seconds is None else f"{row.prefill_seconds:.3f}",
         "-" if row.step_seconds is None else f"{1000.0 * row.step_seconds:.1f}",
@@ -248,7 +253,7 @@ def sentences(file: CompareFile, every: Sequence[Row]) -> Iterator[str]:
         told = f"{abs(difference):.1f} points {more}" if more else "no difference of scores is shown"
         ratio = f"{ours.kl / best.kl:.2f} of that of {best.method}" if best.kl else f"{best.method} has none"
         yield (
-            f"At {format_length(length)}, {reference} at {ours.share:.3f} of the {spent} diverges by {ours.kl:.4f} "
-            f"nats, {ratio}, the nearest of {len(others)} others, at {best.share:.3f}: {told} "
+            f"At {format_length(length)}, {reference} at {_share(ours)} of the {spent} diverges by {ours.kl:.4f} "
+            f"nats, {ratio}, the nearest of {len(others)} others, at {_share(best)}: {told} "
             f"[{low:+.1f}, {high:+.1f}] on {min(ours.samples, best.samples)} samples."
         )

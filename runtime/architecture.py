@@ -68,6 +68,7 @@ class Architecture:
         """A third of the numbers that an MLP of a model with this config has of each token. Each expert that a token
         goes to has them too, and beside them four hidden states: copied, projected, weighted and in order."""
         dense = int(getattr(config, "intermediate_size", 0))  # some have nothing but experts
+        dense = max(dense, int(getattr(config, "prefix_dense_intermediate_size", 0)))  # of layers before those
         dense *= 2 if getattr(config, "use_double_wide_mlp", False) else 1  # of layers without keys of their own
         if not self.experts or getattr(config, self.experts) is None:
             return -(-(self.at_once or 3) * dense // 3)
@@ -251,7 +252,7 @@ _REASONS = {  # why families that are often asked for are refused, and their mod
     "its decoder, whose tokens have three positions each, is in no class of transformers that loads it alone": (
         "qwen2_vl qwen2_5_vl qwen3_vl_moe"
     ),
-    "its decoder is in no class of transformers without the vision tower": "muse_glimmer muse_glimmer_text",
+    "transformers has no causal class of its decoder without the vision tower": "muse_glimmer muse_glimmer_text",
     "its values are narrower than its keys, and a head here has one size": "mimo_v2_flash",
     "it caches one compressed vector a token in place of keys and values (MLA), for which there is no store here": (
         "axk1 bailing_hybrid deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 kimi_k25 kimi_k3 kimi_linear longcat_flash "

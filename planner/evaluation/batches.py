@@ -175,8 +175,7 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     groups = attention_groups(config)
     cached = kv_bytes(groups, 1, model.dtype.itemsize)
     # Two hidden states, queries, the output of attention; then the MLP: what is gated, its gate, their product.
-    widest_head = max(group.head_dim for group in groups if group.kind != "linear")
-    held = 2 * config.hidden_size + 2 * config.num_attention_heads * widest_head
+    held = 2 * config.hidden_size + 2 * max(group.heads * group.head_dim for group in groups if group.kind != "linear")
     widest: int = held + 3 * record_of(config.model_type).width_of(config)
     recurrent = recurrence_of(config).token_bytes if any(group.kind == "linear" for group in groups) else 0
     return cached + max(cached, widest * model.dtype.itemsize, recurrent)

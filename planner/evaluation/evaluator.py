@@ -61,7 +61,7 @@ from sparsekv.planner.progress import Progress, StageStep, prefill_work
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.errors import PromptError
 from sparsekv.runtime.hf.apply import Handle
-from sparsekv.runtime.hf.cache import handed_over, put_back, states_of
+from sparsekv.runtime.hf.cache import handed_over, keeps_keys, put_back, states_of
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
@@ -223,7 +223,7 @@ class Evaluator:
             run, outcomes, prompts = self._dense_run(batch)
             yield DENSE, batch.samples, outcomes, Spent()
             # a layer with a sliding window has dropped the tokens behind it
-            attending = (layer for layer in prompts.cache.layers if not isinstance(layer, LinearAttentionLayer))
+            attending = filter(keeps_keys, prompts.cache.layers)
             dense_serves = all(layer.keys.shape[2] == layer.get_seq_length() for layer in attending)
             alike = _prefilled_alike(self.modes, dense_serves, each=bool(batch.later))
             yield from run.through(alike.pop(DENSE, {}), _Source(prompts))
@@ -410,10 +410,10 @@ class _Run:
         config: Any = config_of(self.loaded.model)
         cache = DynamicCache(config=config)
         for number, layer in enumerate(layers):
-            if isinstance(layer, LinearAttentionLayer):
-                cache.layers[number] = layer
-            else:
+            if not isinstance(layer, LinearAttentionLayer):
                 cache.update(*layer, number)
+            elif isinstance(cache.layers[number], LinearAttentionLayer):  # else of an MLP alone, which has nothing
+                cache.layers[number] = layer
         return cache
 
     def outcomes(self, read: Sequence[torch.Tensor], first: int = 0) -> tuple[Outcome, ...]:

@@ -314,6 +314,12 @@ def put_back(cache: Cache, states: States) -> None:
         cache.layers[at] = deepcopy(state)
 
 
+def keeps_keys(layer: Any) -> bool:
+    """Whether a filled layer of transformers' caches has keys and values: one with a state has not, nor one of an MLP
+    alone or that reads another's."""
+    return getattr(layer, "keys", None) is not None
+
+
 def handed_over(cache: Cache, tokens: int) -> Iterator[Given]:
     """Yields the first tokens of every layer, for `Handle.cache_of`.
 
@@ -334,6 +340,8 @@ def _first_tokens(layer: Any, tokens: int) -> Given:
     if isinstance(layer, LinearAttentionLayer):
         return deepcopy(layer)  # a shallow copy of a cache shares it
     if not isinstance(layer, SparseLayer):
+        if not keeps_keys(layer):
+            return LinearAttentionLayer()
         return layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
     store: Any = layer.store
     lengths_B = torch.full(store.keys.shape[:1], tokens, dtype=torch.int32, device=store.keys.device)

@@ -140,10 +140,10 @@ class SparseImpl(_Impl):
         dense = partial(super().forward, output_scale=output_scale, output_block_scale=output_block_scale)
         host = self.plan_host
         if host is not None and attn_metadata is None and vllm.platform.profiles:
-            began = time.perf_counter()
+            began = time.monotonic()
             self._warm_up(host, layer, query)
             if host.measures:
-                host.passed.append((began, time.perf_counter()))
+                host.passed.append((began, time.monotonic()))
         step: StepRows | None = getattr(attn_metadata, _STEP, None)
         if host is None or self.program is None or step is None:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)

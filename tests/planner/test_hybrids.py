@@ -15,7 +15,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 OPTIONS = quick_options(lengths=(512,), loss=200.0, refine_rounds=1, verify="small")
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_next", "lfm2"])
+@pytest.mark.parametrize("architecture", ["qwen3_next", "lfm2", "nemotron_h"])
 def test_a_plan_of_a_hybrid_makes_its_layers_with_attention_sparse(architecture: str) -> None:
     loaded = loaded_hybrid(architecture)
     result = compile_plan(job_of(loaded, OPTIONS))

@@ -409,7 +409,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {  # which change the parts of 
     ),
     "laguna, heads by layer": (
         "laguna",
-        {"num_attention_heads_per_layer": [4, 8, 4, 4], "gating": "per-element", **LOCAL},
+        {"num_attention_heads_per_layer": [4, 8, 4, 2], "gating": "per-element", **LOCAL},
     ),
 }
 

@@ -37,9 +37,11 @@ def loaded_tiny(seed: int = 0, **options: Any) -> LoadedModel:
 
 
 def loaded_hybrid(architecture: str = "qwen3_next") -> LoadedModel:
-    """Full attention in layers 0, 1 and 3 of five, a recurrent state in the others."""
+    """Full attention in layers 0, 1 and 3, a recurrent state in the others, or MLPs alone in Nemotron-H's but one."""
     kinds = [f"{kind}_attention" for kind in ("full", "full", "linear", "full", "linear")]
-    model = tiny_model(architecture, layers=5, layer_types=kinds)
+    if architecture == "nemotron_h":
+        kinds = [*kinds[:2], "mlp", kinds[3], "moe", "linear_attention"]
+    model = tiny_model(architecture, layers=len(kinds), layer_types=kinds)
     return LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/hybrid"))
 
 

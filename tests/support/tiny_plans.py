@@ -21,7 +21,7 @@ from sparsekv.plans.phases import (
 )
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.describe import config_of, describe_model
-from sparsekv.runtime.model_config import linear_layers
+from sparsekv.runtime.model_config import heads_of_layer, linear_layers
 
 
 def info_of(model: PreTrainedModel) -> ModelInfo:
@@ -45,10 +45,10 @@ def drops(layers: tuple[int, ...], keep: Budget | int, **options: Any) -> Evicti
 def every_head(model: PreTrainedModel, *patterns: Pattern, tile: int = 64) -> PrefillPlan:
     """The patterns dealt out to the heads of every layer that attends in turn, at every length."""
     config: Any = config_of(model)
-    heads, groups = config.num_attention_heads, []
+    groups = []
     for layer in sorted({*range(config.num_hidden_layers)} - {*linear_layers(config)}):
         for number, pattern in enumerate(patterns):
-            mine = tuple(range(number, heads, len(patterns)))
+            mine = tuple(range(number, heads_of_layer(config, layer), len(patterns)))
             groups.append(HeadGroup(layer=layer, heads=mine, pattern=pattern))
     bucket = PrefillBucket(up_to=None, heads=tuple(groups))
     return PrefillPlan(tile=TileShape(query=tile, key=tile), lengths=(bucket,))
