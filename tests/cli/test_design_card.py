@@ -9,15 +9,8 @@ from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.files import load_plan
 
-# As typed in the README, on a short length and few samples so that it takes seconds.
-SHORT = (
-    "--lengths",
-    "1k",
-    "--set",
-    "tasks=niah_single",
-    "--set",
-    "calibration_samples=1",
-)
+# As typed in the README, on a short length, few samples and without its test, whose 288 prompts take minutes.
+SHORT = ("--lengths", "1k", "--set", "tasks=niah_single", "--set", "calibration_samples=1", "--no-verify")
 SHORT = (*SHORT, "--device", "cpu")
 
 
@@ -44,7 +37,7 @@ def test_plan_then_run_finds_the_hidden_number(sparsekv, place, monkeypatch):
     monkeypatch.chdir(place)
     plan = load_plan("plan.yaml")
     assert plan.model.id == "tiny-retriever"
-    assert plan.quality.cells
+    assert plan.status == "unverified"
     done = sparsekv("run", "--plan", "plan.yaml", "--prompt-file", "document.txt", "--device", "cpu", "--json")
     assert done.code == 0, done.err
     assert done.data["text"].strip() == (place / "answer.txt").read_text()
