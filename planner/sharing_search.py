@@ -102,7 +102,7 @@ class SharingSearch:
         )
 
     def _fewest(self, most: float, least: int) -> str:
-        """Of at least so many layers, as far as there are: all of them, if need be, which lose nothing."""
+        """Returns the pattern of the fewest choosing layers within the loss, at least so many; all lose nothing."""
         layers = len(self.importance_J)
         counts = range(min(least, layers), layers + 1)
         inside = bisect_left(counts, True, key=lambda count: self._loss(self._best(count)) <= most)

@@ -315,8 +315,8 @@ def put_back(cache: Cache, states: States) -> None:
 
 
 def keeps_keys(layer: Any) -> bool:
-    """Whether a filled layer of transformers' caches has keys and values: one with a state has not, nor one of an MLP
-    alone or that reads another's."""
+    """Returns whether a filled layer of transformers' caches has keys and values: one with a state has none, nor has
+    one of an MLP alone or one that reads another layer's."""
     return getattr(layer, "keys", None) is not None
 
 

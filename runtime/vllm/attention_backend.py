@@ -385,10 +385,9 @@ class SparseBuilder(_Builder):
             return None
         part_of = None if alone else partial(self._part_of, common, 0, requests)
         starts_X = common.query_start_loc[: requests + 1] if verifies else None
-        chosen = decode.begin(
-            common.seq_lens[:requests], prompts, common.block_table_tensor[:requests], part_of, least, starts_X, rows,
-            whole=captured and host.holds_dense,
-        )  # fmt: skip
+        lengths_B, table_BP = common.seq_lens[:requests], common.block_table_tensor[:requests]
+        whole = captured and host.holds_dense
+        chosen = decode.begin(lengths_B, prompts, table_BP, part_of, least, starts_X, rows, whole)
         # A graph of so many rows, where no length pays, holds the engine's kernel alone; one of more rows reads zeros.
         return None if least is None else chosen
 
