@@ -25,7 +25,7 @@ needs Linux and the CPU build of PyTorch: point pip at that first." >&2; exit 1;
 # Those of the supported versions that are here, and what is run on each.
 PYTHONS := $(foreach v,3.11 3.12 3.13 3.14,$(if $(shell python$(v) -c 'print(1)' 2>/dev/null),$(v)))
 FAST := tests/plans tests/test_layers.py tests/cli/test_plan_choice.py
-EXTRAS := gpu flash vllm report spread onnx virtual gguf test
+EXTRAS := gpu flash vllm report spread virtual gguf test
 
 .PHONY: help setup setup-vllm test lint unit test-slow demo real test-vllm test-vllm-v1 test-vllm-v2 pythons extras dist clean
 

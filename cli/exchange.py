@@ -16,7 +16,7 @@ from sparsekv.cli.plan_choice import described
 from sparsekv.cli.plan_files import check_new, check_replaceable, check_writable, default_plan
 from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_hub_id, resolve_model
 from sparsekv.plans.brief import brief, next_command, sentence
-from sparsekv.plans.errors import PlanError, UsageError, did_you_mean, install_command
+from sparsekv.plans.errors import PlanError, UsageError, did_you_mean
 from sparsekv.plans.files import MAX_BYTES as MOST_PLAN_BYTES
 from sparsekv.plans.files import load_plan, read_bytes, write_bytes, write_plan
 from sparsekv.plans.interop import READERS, WRITERS, plan_of, recognised
@@ -25,10 +25,6 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model
 from sparsekv.plans.show import cell, target_text, verdict_markdown
 from sparsekv.plans.types import format_length
-from sparsekv.runtime.settings import read_settings
-
-_ONNX = "onnx"
-_FORMATS = (*WRITERS, _ONNX)
 
 
 def import_settings(
@@ -86,35 +82,21 @@ def _described(name: str) -> ModelInfo:
 
 
 def export(
-    place: Annotated[
-        str, typer.Argument(metavar="PLAN", help="A plan, or its folder; for onnx the model.", show_default=False)
-    ],
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"{', '.join(_FORMATS)}.")],
+    plan: PlanPlace,
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"{', '.join(WRITERS)}.")],
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="PATH", help="A new file, or folder for onnx; printed by default."),
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="For onnx, where it is not beside the model.")
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="A new file; printed by default.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a plan in another tool's format, or its model as ONNX (float32, or SPARSEKV_DTYPE=float16), and say what
-    that cannot hold."""
-    if to not in _FORMATS:
-        raise UsageError(f"expected a format of {', '.join(_FORMATS)}, found {to!r}{did_you_mean(to, _FORMATS)}")
-    if out is not None and out.exists():
-        raise UsageError(f"expected nothing yet at {out}, found something; choose another name, or remove it first")
-    if to == _ONNX:
-        if out is None:
-            raise UsageError("expected -o FOLDER for onnx, found none: name a new folder")
-        _export_model(place, plan, out, as_json)
-        return
-    if plan is not None:
-        raise UsageError(f"expected the plan alone for {to}, found --plan, which is for onnx; leave it out")
+    """Write a plan in another tool's format, and say what that cannot hold."""
+    if to not in WRITERS:
+        raise UsageError(f"expected a format of {', '.join(WRITERS)}, found {to!r}{did_you_mean(to, WRITERS)}")
     if out is not None:
+        if out.exists():
+            raise UsageError(f"expected nothing yet at {out}, found something; choose another name, or remove it first")
         check_writable(out)
-    written = WRITERS[to](load_plan(plan_file(Path(place))))
+    written = WRITERS[to](load_plan(plan_file(plan)))
     if out is not None:
         write_bytes(out, written.data)
     if as_json:
@@ -124,35 +106,6 @@ def export(
     emit(written.data.decode().rstrip("\n") if out is None else f"{out}: written for {to}")
     for line in written.lost:
         tell(f"lost: {line}")
-
-
-def _export_model(place: str, file: Path | None, out: Path, as_json: bool) -> None:
-    try:
-        from sparsekv.runtime.onnx.export import export as write_model
-        from sparsekv.runtime.onnx.export import new_folder
-    except ModuleNotFoundError as error:
-        raise UsageError(f"expected the package onnx, found none; install it: {install_command('onnx')}") from error
-    from sparsekv.runtime.core.program import Program
-    from sparsekv.runtime.hf.load import load_model
-
-    subject = Subject.named(place, file)
-    plan = subject.need_plan()
-    loaded = load_model(place, device="cpu", dtype="float16" if read_settings().dtype == "float16" else "float32")
-    for line in check_model(plan, loaded.info):
-        tell(line)
-    program = Program.of(None, plan.decode, loaded.info)
-    with new_folder(out) as made:
-        written = out / write_model(loaded.model, plan, program, made).name
-        loaded.tokenizer.save_pretrained(made)
-        loaded.model.config.save_pretrained(made)
-        write_plan(plan, made / PLAN_NAME)
-    lost = ["prefill is dense in this graph"] if plan.prefill is not None else []
-    if as_json:
-        emit_json({"path": str(written), "format": _ONNX, "lost": lost})
-        return
-    emit(f"{written}: {plan.model.id}, decode by the plan ({plan.status_text})")
-    for line in lost:
-        tell(line)
 
 
 # --- publish ----------------------------------------------------------------------------------------------------------
@@ -254,7 +207,6 @@ commands.add(
     export,
     "sparsekv export plan.yaml --to minference -o best_pattern.json",
     "sparsekv export plan.yaml --to index-topk",
-    "sparsekv export ./my-model --to onnx -o my-model-onnx",
 )
 commands.add(
     app,

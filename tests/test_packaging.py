@@ -33,7 +33,6 @@ EXTRA = {
     "compressed_tensors": "compressed",
     "gguf": "gguf",
     "cuda": "virtual",
-    "onnx": "onnx",
     "lm_eval": "lm-eval",
 } | dict.fromkeys(("altair", "vl_convert", "jinja2", "markupsafe"), "report")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")

@@ -114,11 +114,3 @@ def test_memory_counts_what_the_role_carries(model, monkeypatch) -> None:
     dense = use()
     lower_to(monkeypatch, ROLE)
     assert use().kv_device == dense.kv_device + 2 * 8
-
-
-def test_onnx_refuses_it_by_name() -> None:
-    pytest.importorskip("onnx")
-    from sparsekv.runtime.onnx.export import obstacles_of
-
-    sentences = list(obstacles_of(tiny_model("llama"), spread(Program.of(None, None, model_info(4, 4, 2)), ROLE)))
-    assert [line for line in sentences if line.startswith("layer 1 ") and "EvenSpread" in line]
