@@ -227,16 +227,6 @@ def text(file: CompareFile) -> str:
     return "\n\n".join((table, facts, *sentences(file, every)))
 
 
-def markdown(file: CompareFile) -> Iterator[str]:
-    """Lines of a page: what was run, the table, and a sentence for each comparison."""
-    settings, every = file.settings, list(rows(file))
-    yield f"{settings.model}, {settings.dtype}, {settings.device}, {settings.phase}, {settings.suite}:\n"
-    header, *lines = (f"| {' | '.join(row)} |" for row in table_of(file, every))
-    yield from (header, "|---" * (header.count(" | ") + 1) + "|", *lines)
-    yield ""
-    yield from (f"- {sentence}" for sentence in sentences(file, every))
-
-
 def sentences(file: CompareFile, every: Sequence[Row]) -> Iterator[str]:
     """The reference beside the nearest of the others, for each length and each share or time."""
     reference, spent = file.settings.reference, SPENT[file.settings.phase]

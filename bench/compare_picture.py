@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import altair as alt
-import vl_convert
 
 from sparsekv.bench.compare_file import SPENT, CompareFile, Row, rows
 from sparsekv.bench.entrants import TIME
-from sparsekv.bench.report.charts import styled
-from sparsekv.plans.files import write_bytes
+from sparsekv.bench.report.charts import write_svg
 from sparsekv.plans.types import format_length
 
 _LEAST_KL = 1e-6
@@ -25,9 +23,7 @@ def write_picture(file: CompareFile, path: Path) -> int:
         same = ([row for row in own if (row.length, row.at == TIME) == one] for one in panels)
         charts = [_panel(some, length, is_time, file) for some, (length, is_time) in zip(same, panels, strict=True)]
         chart = alt.hconcat(*charts).resolve_scale(x="independent", color="shared")
-        version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-        svg = vl_convert.vegalite_to_svg(styled(chart, background="white"), vl_version=version)
-        write_bytes(path, svg.encode())
+        write_svg(chart, path)
     return len(own)
 
 

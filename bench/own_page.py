@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from sparsekv.bench.own_file import TITLES, Half, Name, OwnFigure, OwnFile, figures, plan_of, result
+from sparsekv.bench.own_file import TITLES, OwnFigure, OwnFile, figures, plan_of, result
 from sparsekv.plans.brief import percent
 from sparsekv.plans.types import format_length
 
@@ -102,37 +102,3 @@ def remarks(parts: Iterable[OwnFigure]) -> Iterator[str]:
 def _fastest(parts: Sequence[OwnFigure]) -> str:
     ways = dict.fromkeys(way for figure in parts for way in figure.ways or (figure.way,) if way)
     return f"the fastest of {', '.join(ways)}" if len(ways) > 1 else "".join(ways)
-
-
-def summary(file: OwnFile) -> Row:
-    """The row of a model in README, at the longest length of each half; see SUMMARY."""
-    plan, parts = plan_of(file), figures(file)
-    longest = plan.lengths[-1]
-    shares = f"{percent(longest.prefill)}, {percent(longest.decode)}"
-    shown = [figure for figure in parts if figure.length == longest.length or figure.name == "session"]
-    found = {(figure.half, figure.name, figure.at_once): figure for figure in shown}
-
-    def told(half: Half, name: Name, *at_once: int) -> str:
-        own = [found.get((half, name, many)) for many in at_once]
-        return ", ".join(f"{one.gain:.2f}x" if one and one.gain else "-" for one in own)
-
-    return (
-        f"{file.settings.model} at {format_length(longest.length)}: {plan.status}",
-        shares,
-        f"{told('transformers', 'prompt', 1)}, {told('transformers', 'token', 1)}",
-        told("vllm", "first token", 1, 8),
-        told("vllm", "token", 1, 8),
-        told("vllm", "tokens/s", 1, 8),
-        told("vllm", "session", 1, 8),
-    )
-
-
-SUMMARY: Row = (
-    "model, longest length, status",
-    "computes of prefill, decode",
-    "transformers: prompt, token",
-    "vLLM, 1 and 8 at once: first token",
-    "a token",
-    "output tokens/s",
-    "session of turns",
-)

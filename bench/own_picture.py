@@ -7,12 +7,10 @@ from textwrap import wrap
 from typing import Any
 
 import altair as alt
-import vl_convert
 
 from sparsekv.bench.own_file import TITLES, OwnFigure, OwnFile, figures, plan_of, result
 from sparsekv.bench.own_page import ratio
-from sparsekv.bench.report.charts import ACCENT, GREY, styled
-from sparsekv.plans.files import write_bytes
+from sparsekv.bench.report.charts import ACCENT, GREY, write_svg
 from sparsekv.plans.types import format_length
 
 _WAYS = ["dense", "plan"]
@@ -30,8 +28,7 @@ def write_picture(file: OwnFile, path: Path) -> None:
     rows = [alt.hconcat(*panels[at : at + 2]) for at in range(0, len(panels), 2)] or [alt.hconcat()]
     title = alt.TitleParams(f"{file.settings.model}, by its own plan", subtitle=_text(file), anchor="start")
     chart = alt.vconcat(*rows, title=title).resolve_scale(x="independent", y="independent")
-    version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-    write_bytes(path, vl_convert.vegalite_to_svg(styled(chart, background="white"), vl_version=version).encode())
+    write_svg(chart, path)
 
 
 def _text(file: OwnFile) -> list[str]:

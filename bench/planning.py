@@ -1,11 +1,10 @@
-"""Minutes and memory of planning a model of a known shape with random weights, by stage, and what a resume loses.
+"""Minutes and memory of planning a model of a known shape with random weights, by stage.
 
-    python -m sparsekv.bench.planning llama3-8b --lengths 32k --out plan.yaml [--layers 8] [--no-verify] [--stop-at 60]
+    python -m sparsekv.bench.planning llama3-8b --lengths 32k --out plan.yaml [--layers 8] [--no-verify]
 
 The planner's own defaults, on the first device. Random weights attend diffusely, so nothing here says what sparsity
-keeps: it is about time and memory alone, and no gate is held. With --stop-at profiling is done once more, stopped after
-so many seconds and gone on with: what both parts take beyond the whole is what the stop has lost. The plan's speed is
-then `sparsekv bench prefill MODEL --random-weights --plan plan.yaml`, and `bench decode`.
+keeps: it is about time and memory alone, and no gate is held. The plan's speed is then `sparsekv bench prefill MODEL
+--random-weights --plan plan.yaml`, and `bench decode`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import json
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 
 from sparsekv.bench.harness import parse_lengths
 from sparsekv.bench.random_model import random_model
-from sparsekv.planner.job import Job, job_of
+from sparsekv.planner.job import job_of
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.progress import BarProgress, StageStep
@@ -32,45 +31,23 @@ from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import device_name, dtype_name, torch_device
 
 _ANSWER = 64  # tokens that fit behind the longest prompt
-_FIRST = "profile"
-
-
-class StoppedError(Exception):
-    """Profiling was stopped on purpose."""
 
 
 class Timed(BarProgress):
-    """Bars, and the seconds of each stage.
+    """Bars, and the seconds of each stage."""
 
-    Args:
-        stop: seconds of profiling after which the run is stopped.
-    """
-
-    def __init__(self, stop: float | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.seconds: dict[str, float] = {}
-        self._stop = stop
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[StageStep]:
         plain, started = name.partition(" (")[0], time.monotonic()
         try:
             with super().stage(name, total) as step:
-                yield step if plain != _FIRST or self._stop is None else _Stopping(step, started + self._stop)
+                yield step
         finally:
             self.seconds[plain] = round(self.seconds.get(plain, 0.0) + time.monotonic() - started, 1)
-        if plain == _FIRST and self._stop is not None:
-            raise StoppedError
-
-
-class _Stopping(StageStep):
-    def __init__(self, step: StageStep, until: float) -> None:
-        self._step, self._until = step, until
-
-    def advance(self, units: float = 1, note: str = "") -> None:
-        self._step.advance(units, note)
-        if time.monotonic() > self._until:
-            raise StoppedError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,22 +88,8 @@ def main(argv: list[str] | None = None) -> int:
         "predicted_density": result.prefill_density,
         "predicted_speedup": result.predicted_speedup,
     }
-    if args.stop_at is not None:
-        parts = list(_in_parts(job, args.stop_at, args.out.with_suffix(".partial")))
-        found["resume"] = {"parts": parts, "lost_seconds": round(sum(parts) - stages.seconds[_FIRST], 1)}
     print(json.dumps(found, indent=1, default=str))
     return 0
-
-
-def _in_parts(job: Job, seconds: float, partial: Path) -> Iterator[float]:
-    """Seconds of profiling until it is stopped, and of going on to its end."""
-    partial.unlink(missing_ok=True)
-    for stop in (seconds, float("inf")):
-        stages = Timed(stop)
-        with suppress(StoppedError):
-            compile_plan(job, resume=partial, progress=stages)
-        yield stages.seconds[_FIRST]
-    partial.unlink(missing_ok=True)
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -137,7 +100,6 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="only so many: time and memory grow with them")
     parser.add_argument("--samples", type=int, help="calibration prompts a length")
     parser.add_argument("--no-verify", action="store_true")
-    parser.add_argument("--stop-at", type=float, metavar="SECONDS", help="of profiling, which is then gone on with")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--backend", default="auto")
     return parser.parse_args(argv)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sparsekv.bench.harness import free_memory
@@ -121,20 +118,3 @@ def describe_named(name: str, random_weights: bool) -> ModelInfo:
 def _short(name: str) -> str:
     """A name without the folders before it."""
     return name.rstrip("/").rpartition("/")[2] if name.startswith((".", "/", "~")) else name
-
-
-def write_eagle(target: Any, folder: Path) -> Path:
-    """Writes a random drafter of EAGLE, of one layer of the target's shape, and returns where."""
-    config = deepcopy(target)
-    config.num_hidden_layers, config.architectures = 1, ["LlamaForCausalLM"]
-    torch.manual_seed(0)
-    drafter = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    weights = {
-        name.removeprefix("model."): weight.contiguous()
-        for name, weight in drafter.state_dict().items()
-        if ".layers.0." in name and "input_layernorm" not in name
-    }
-    weights["fc.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size) / config.hidden_size**0.5
-    config.save_pretrained(folder)
-    save_file(weights, folder / "model.safetensors")
-    return folder

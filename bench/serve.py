@@ -12,12 +12,13 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -35,6 +36,9 @@ from sparsekv.plans.types import KVDtype, format_length
 from sparsekv.runtime.hf.load import load_config
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name
 from sparsekv.runtime.settings import preset_vllm
+
+Found = TypeVar("Found")
+Asked = TypeVar("Asked")
 
 COLUMNS: Columns = {
     "prompt": ("length", number("d")),
@@ -182,28 +186,39 @@ def served_model(name: str, random_weights: bool, longest: int) -> Iterator[Serv
         yield ServedModel(folder, info, config.vocab_size, name, random=True, note="; ".join(notes))
 
 
-class Noted(Protocol):
-    note: str
-
-
 @dataclass
-class Measured:
-    """Holds what was measured of a load.
+class Measured(Generic[Found]):
+    """The runs of a load by each way, as often as it was repeated.
 
     Attributes:
-        turns: of each way, as often as it was repeated.
         counted: of the engine with the plan (`serving_stats`).
         backend: of its prefill.
     """
 
-    turns: dict[str, list[Served]] = field(default_factory=dict)
+    turns: dict[str, list[Found]] = field(default_factory=dict)
     counted: Any = None
     backend: str | None = None
     note: str = ""
 
-    def with_dense(self, dense: Measured) -> Measured:
+    def with_dense(self, dense: Measured[Found]) -> Measured[Found]:
         note = "; ".join(filter(None, (self.note, dense.note)))
         return replace(self, turns=self.turns | dense.turns, note=note)
+
+    def take_turns(self, engines: Mapping[str, Engine], run: Callable[[str], Found], repeats: int) -> None:
+        """Runs every way, and repeats them in turn."""
+        from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
+
+        if SPARSE in engines:
+            engines[SPARSE](reset_stats)
+        self.turns |= {way: [run(way)] for way in engines}
+        self.note = repeat_in_turn(self.turns, run, repeats)
+        if SPARSE in engines:
+            self.counted, self.backend = map(engines[SPARSE], (serving_stats, _backend_of))
+
+    def filled(self, row: Row) -> Row:
+        if (stats := self.counted) is not None:
+            row = row.plus(density=stats.prefill_density, decoded=stats.decode_sparse, failures=stats.failures)
+        return row.plus(self.note, backend=self.backend or row.backend)
 
 
 def bench_serve(
@@ -226,7 +241,8 @@ def bench_serve(
     host = {"decoded": None, "failures": 0, "host": f"vLLM {vllm.release}", "model": model.name}
     host |= {"kv_dtype": bench.kv_dtype, "weights": "random" if model.random else "loaded", "plan": words}
     with (progress or Progress()).stage("serve", total=(2 if bench.alone else 1) * len(bench.loads)) as step:
-        for load, found in (_one_by_one if bench.alone else _in_turn)(model, plan, bench, step):
+        each = partial(_each, model=model, bench=bench)
+        for load, found in by_engines(model, plan, bench, bench.loads, each, step):
             own = {
                 "answer": load.answer,
                 "at_once": load.at_once,
@@ -251,19 +267,43 @@ def bench_serve(
             yield row
 
 
-def _in_turn(model: ServedModel, plan: Plan, bench: ServeBench, step: StageStep) -> Iterator[tuple[Load, Measured]]:
-    # By the plan first: that engine refuses what cannot be served.
-    with served_engine(SPARSE, model, plan, bench) as sparse, served_engine(DENSE, model, plan, bench) as dense:
-        yield from _each({DENSE: dense, SPARSE: sparse}, model, bench, step)
+def by_engines(
+    model: ServedModel,
+    plan: Plan,
+    bench: ServeBench,
+    loads: Sequence[Asked],
+    each: Callable[[Mapping[str, Engine], StageStep], Iterator[Measured[Found]]],
+    step: StageStep,
+) -> Iterator[tuple[Asked, Measured[Found]]]:
+    """Each load, with the runs of engines that take turns, or of one engine after the other.
+
+    Args:
+        each: measures all loads, in their order, by the engines at hand.
+    """
+    if not bench.alone:
+        # By the plan first: that engine refuses what cannot be served.
+        with served_engine(SPARSE, model, plan, bench) as sparse, served_engine(DENSE, model, plan, bench) as dense:
+            yield from zip(loads, each({DENSE: dense, SPARSE: sparse}, step), strict=True)
+        return
+    both: list[list[Measured[Found]]] = []
+    for way in (SPARSE, DENSE):
+        step.advance(0, note=way)
+        try:
+            with served_engine(way, model, plan, bench) as engine:
+                both.append([*each({way: engine}, StageStep())])
+        except EngineEndedError as error:
+            both.append([Measured(note=str(error)) for _ in loads])
+        step.advance(len(loads))
+    yield from ((load, own.with_dense(other)) for load, own, other in zip(loads, *both, strict=True))
 
 
 def _each(
-    engines: Mapping[str, Engine], model: ServedModel, bench: ServeBench, step: StageStep | None = None
-) -> Iterator[tuple[Load, Measured]]:
+    engines: Mapping[str, Engine], step: StageStep, *, model: ServedModel, bench: ServeBench
+) -> Iterator[Measured[Served]]:
     late: dict[tuple[str, int], int] = {}  # by prompt, the requests a minute at which an engine was late
     for load in bench.loads:
-        (step or StageStep()).advance(0, note=_words(load))
-        often, found = load.per_minute or 0, Measured()
+        step.advance(0, note=_words(load))
+        often, found = load.per_minute or 0, Measured[Served]()
         asked = {way: one for way, one in engines.items() if often <= late.get((way, load.prompt), often)}
         with noting(found):
             _measure(asked, load, model, bench, found)
@@ -271,25 +311,8 @@ def _each(
         late |= {
             (way, load.prompt): often for way, runs in found.turns.items() if often and _medians(runs)[0] > _LATE_MS
         }
-        yield load, found
-        (step or StageStep()).advance()
-
-
-def _one_by_one(model: ServedModel, plan: Plan, bench: ServeBench, step: StageStep) -> Iterator[tuple[Load, Measured]]:
-    both = []
-    for way in (SPARSE, DENSE):
-        step.advance(0, note=way)
-        both.append(_alone(way, model, plan, bench))
-        step.advance(len(bench.loads))
-    yield from ((load, sparse.with_dense(dense)) for load, sparse, dense in zip(bench.loads, *both, strict=True))
-
-
-def _alone(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> list[Measured]:
-    try:
-        with served_engine(way, model, plan, bench) as engine:
-            return [found for _, found in _each({way: engine}, model, bench)]
-    except EngineEndedError as error:
-        return [Measured(note=str(error)) for _ in bench.loads]
+        yield found
+        step.advance()
 
 
 def _not_asked(way: str) -> str:
@@ -308,7 +331,7 @@ def _told(runs: Sequence[Served]) -> str:
 
 
 @contextmanager
-def noting(found: Noted) -> Iterator[None]:
+def noting(found: Measured[Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # out of memory
@@ -332,11 +355,9 @@ def served_engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -
             yield engine
 
 
-def _measure(engines: Mapping[str, Engine], load: Load, model: ServedModel, bench: ServeBench, found: Measured) -> None:
-    from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
-
-    if not engines:
-        return
+def _measure(
+    engines: Mapping[str, Engine], load: Load, model: ServedModel, bench: ServeBench, found: Measured[Served]
+) -> None:
     prompts = _prompts(load, model.vocabulary, bench.seed)
 
     def run(way: str) -> Served:
@@ -345,19 +366,13 @@ def _measure(engines: Mapping[str, Engine], load: Load, model: ServedModel, benc
 
     for engine in engines.values():
         engine(serve, prompts[: _WARM_UP[0]], min(_WARM_UP[1], load.answer), load.at_once)
-    if SPARSE in engines:
-        engines[SPARSE](reset_stats)
-    turns = {way: [run(way)] for way in engines}
-    found.turns |= turns
-    untimed = [way for way, (one,) in turns.items() if load.answer > 1 and not one.token_seconds]
+    found.take_turns(engines, run, bench.repeats)
+    untimed = [way for way, runs in found.turns.items() if load.answer > 1 and not runs[0].token_seconds]
     together = "they" if load.per_minute else f"{min(load.at_once, load.requests)} requests"
-    notes = [_UNTIMED.format(way, together) for way in untimed]
-    found.note = "; ".join(filter(None, (found.note, *notes, repeat_in_turn(turns, run, bench.repeats))))
-    if SPARSE in engines:
-        found.counted, found.backend = map(engines[SPARSE], (serving_stats, backend_of))
+    found.note = "; ".join(filter(None, (*(_UNTIMED.format(way, together) for way in untimed), found.note)))
 
 
-def backend_of(llm: Any) -> str | None:
+def _backend_of(llm: Any) -> str | None:
     """The backend of an engine's sparse prefill."""
     backend: str | None = llm.apply_model(_backend)[0]
     return backend
@@ -370,15 +385,12 @@ def _backend(model: Any) -> str | None:
     return None if host is None else host.backend
 
 
-def _filled(row: Row, found: Measured) -> Row:
+def _filled(row: Row, found: Measured[Served]) -> Row:
     names = {DENSE: ("dense_ms", "dense_token_ms", "dense_tokens_per_second")}
     names[SPARSE] = ("sparse_ms", "token_ms", "tokens_per_second")
     for way, runs in found.turns.items():
         row = row.plus(**dict(zip(names[way], _medians(runs), strict=True)))
-    if found.counted is not None:
-        stats = found.counted
-        row = row.plus(density=stats.prefill_density, decoded=stats.decode_sparse, failures=stats.failures)
-    return row.plus(found.note, backend=found.backend or row.backend)
+    return found.filled(row)
 
 
 def _prompts(load: Load, vocabulary: int, seed: int) -> list[list[int]]:

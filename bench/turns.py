@@ -15,23 +15,15 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import exp, log
 from typing import Any, Protocol
 
 from scipy.stats import ttest_1samp
 
-from sparsekv.bench.harness import Columns, Row, number, repeat_in_turn
-from sparsekv.bench.serve import (
-    DENSE,
-    SPARSE,
-    Load,
-    ServeBench,
-    ServedModel,
-    backend_of,
-    noting,
-    served_engine,
-)
-from sparsekv.bench.vllm_engines import Engine, EngineEndedError, forget_prompts, greedy
+from sparsekv.bench.harness import Columns, Row, number
+from sparsekv.bench.serve import DENSE, SPARSE, Load, Measured, ServeBench, ServedModel, by_engines, noting
+from sparsekv.bench.vllm_engines import Engine, forget_prompts, greedy
 from sparsekv.planner.progress import Progress, StageStep
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.schema import Plan
@@ -298,21 +290,6 @@ async def _run(client: _Client, session: Session, agent: tuple[int, ...], start:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class PlayedLoad:
-    """Runs of a load by each way, as often as it was repeated.
-
-    Attributes:
-        counted: of the engine with the plan (`serving_stats`).
-        backend: of its prefill.
-    """
-
-    turns: dict[str, list[Played]] = field(default_factory=dict)
-    counted: Any = None
-    backend: str | None = None
-    note: str = ""
-
-
 def bench_turns(
     model: ServedModel,
     plan: Plan,
@@ -341,11 +318,12 @@ def bench_turns(
     host = {"host": f"vLLM {vllm.release}", "model": model.name, "plan": words, "ranks": bench.ranks}
     host |= {"kv_dtype": bench.kv_dtype, "weights": "random" if model.random else "loaded"}
     with (progress or Progress()).stage("turns", total=(2 if bench.alone else 1) * len(loads)) as step:
-        for load, found in (_one_by_one if bench.alone else _in_turn)(model, plan, loads, bench, step):
+        each = partial(_each, loads=loads, model=model, bench=bench)
+        for load, found in by_engines(model, plan, bench, loads, each, step):
             row = Row(
                 name="turns",
                 length=load.longest,
-                backend=found.backend or bench.backend,
+                backend=bench.backend,
                 device=device_name(bench.device),
                 dtype=dtype_name(bench.dtype),
                 own={"new": load.new, "agents": load.agents, "step_tokens": bench.step_tokens, "failures": 0} | host,
@@ -354,79 +332,35 @@ def bench_turns(
             yield _filled(row, found)
 
 
-def _in_turn(
-    model: ServedModel, plan: Plan, loads: Sequence[SessionLoad], bench: ServeBench, step: StageStep
-) -> Iterator[tuple[SessionLoad, PlayedLoad]]:
-    with served_engine(SPARSE, model, plan, bench) as sparse, served_engine(DENSE, model, plan, bench) as dense:
-        yield from _each({DENSE: dense, SPARSE: sparse}, model, loads, bench, step)
-
-
-def _one_by_one(
-    model: ServedModel, plan: Plan, loads: Sequence[SessionLoad], bench: ServeBench, step: StageStep
-) -> Iterator[tuple[SessionLoad, PlayedLoad]]:
-    both = []
-    for way in (SPARSE, DENSE):
-        step.advance(0, note=way)
-        both.append(_alone(way, model, plan, loads, bench))
-        step.advance(len(loads))
-    for load, sparse, dense in zip(loads, *both, strict=True):
-        note = "; ".join(filter(None, (sparse.note, dense.note)))
-        yield load, replace(sparse, turns=sparse.turns | dense.turns, note=note)
-
-
-def _alone(
-    way: str, model: ServedModel, plan: Plan, loads: Sequence[SessionLoad], bench: ServeBench
-) -> list[PlayedLoad]:
-    try:
-        with served_engine(way, model, plan, bench) as engine:
-            return [found for _, found in _each({way: engine}, model, loads, bench, StageStep())]
-    except EngineEndedError as error:
-        return [PlayedLoad(note=str(error)) for _ in loads]
-
-
 def _each(
     engines: Mapping[str, Engine],
-    model: ServedModel,
-    loads: Sequence[SessionLoad],
-    bench: ServeBench,
     step: StageStep,
-) -> Iterator[tuple[SessionLoad, PlayedLoad]]:
+    *,
+    loads: Sequence[SessionLoad],
+    model: ServedModel,
+    bench: ServeBench,
+) -> Iterator[Measured[Played]]:
     for load in loads:
         step.advance(0, note=f"{load.agents} of {format_length(load.longest)}")
-        found = PlayedLoad()
+        found, sessions = Measured[Played](), load.sessions(model.vocabulary, bench.seed)
         with noting(found):
-            _measure(engines, load.sessions(model.vocabulary, bench.seed), load.agents, bench, found)
-        yield load, found
+            for engine in engines.values():
+                engine(warm_up, sessions, load.agents)
+            found.take_turns(engines, partial(_played, engines, sessions, load.agents), bench.repeats)
+        yield found
         step.advance()
 
 
-def _measure(
-    engines: Mapping[str, Engine], sessions: Sequence[Session], agents: int, bench: ServeBench, found: PlayedLoad
-) -> None:
-    from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
-
-    def run(way: str) -> Played:
-        played: Played = engines[way](play, sessions, agents)
-        return played
-
-    for engine in engines.values():
-        engine(warm_up, sessions, agents)
-    if SPARSE in engines:
-        engines[SPARSE](reset_stats)
-    found.turns |= {way: [run(way)] for way in engines}
-    found.note = repeat_in_turn(found.turns, run, bench.repeats)
-    if SPARSE in engines:
-        found.counted, found.backend = map(engines[SPARSE], (serving_stats, backend_of))
+def _played(engines: Mapping[str, Engine], sessions: Sequence[Session], agents: int, way: str) -> Played:
+    played: Played = engines[way](play, sessions, agents)
+    return played
 
 
-def _filled(row: Row, found: PlayedLoad) -> Row:
+def _filled(row: Row, found: Measured[Played]) -> Row:
     for way, runs in found.turns.items():
         names = (name if way == SPARSE else f"dense_{name.removeprefix('sparse_')}" for name in _OURS)
         row = row.plus(**dict(zip(names, _milliseconds(runs), strict=True)))
-    if found.counted is not None:
-        stats = found.counted
-        row = row.plus(density=stats.prefill_density, decoded=stats.decode_sparse, failures=stats.failures)
-    row = row.plus(found.note, **_compared(found.turns), turns=list(_turns(found.turns)))
+    row = found.filled(row).plus(**_compared(found.turns), turns=list(_turns(found.turns)))
     for way, runs in found.turns.items():
         every = [turn for run in runs for turn in run.turns]
         hits = sum(turn.cached for turn in every) / sum(turn.context for turn in every)

@@ -1,4 +1,4 @@
-"""Engines of vLLM for benches, each in a process of its own, whose tensor-parallel ranks may be compared."""
+"""Engines of vLLM for benches, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from sparsekv.runtime.settings import preset_vllm
 
 Engine = Callable[..., Any]
 """Calls a function with an engine (`vllm.LLM`) and further arguments, where that is: `engine(serve, prompts, 1)`."""
-
-COMPARING = "sparsekv.bench.comparing_worker.ComparingWorker"
-"""The worker of an engine whose ranks are compared: `--worker-cls`."""
 
 
 def make_engine(model: str, **settings: Any) -> Any:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from wrap_pages import wrapped
 
-from sparsekv.bench.own_file import OwnFile, OwnRun
-from sparsekv.bench.own_page import SUMMARY, markdown, page, summary
+from sparsekv.bench.own_file import Half, Name, OwnFile, OwnRun, figures, plan_of
+from sparsekv.bench.own_page import Row, markdown, page
+from sparsekv.plans.brief import percent
+from sparsekv.plans.types import format_length
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -29,6 +31,17 @@ of.
 _NONE = "No model was measured by this command on a GPU yet.\n"
 
 
+SUMMARY: Row = (
+    "model, longest length, status",
+    "computes of prefill, decode",
+    "transformers: prompt, token",
+    "vLLM, 1 and 8 at once: first token",
+    "a token",
+    "output tokens/s",
+    "session of turns",
+)
+
+
 def files() -> dict[str, OwnFile]:
     """The files by their names, which are those of the models: a folder may have had another."""
     found = {path.stem: OwnFile.read(OwnRun, path) for path in sorted(RESULTS.glob("*.json"))}
@@ -45,6 +58,29 @@ def readme(text: str, found: Sequence[OwnFile]) -> str:
         raise SystemExit(f"expected {BEGIN.strip()} and {END.strip()} in {README}, found no pair of them")
     rows = "\n".join(markdown((SUMMARY, *map(summary, found)))) + "\n"
     return before + BEGIN + (rows if found else "") + END + after
+
+
+def summary(file: OwnFile) -> Row:
+    """The row of a model in README, at the longest length of each half."""
+    plan, parts = plan_of(file), figures(file)
+    longest = plan.lengths[-1]
+    shares = f"{percent(longest.prefill)}, {percent(longest.decode)}"
+    shown = [figure for figure in parts if figure.length == longest.length or figure.name == "session"]
+    found = {(figure.half, figure.name, figure.at_once): figure for figure in shown}
+
+    def told(half: Half, name: Name, *at_once: int) -> str:
+        own = [found.get((half, name, many)) for many in at_once]
+        return ", ".join(f"{one.gain:.2f}x" if one and one.gain else "-" for one in own)
+
+    return (
+        f"{file.settings.model} at {format_length(longest.length)}: {plan.status}",
+        shares,
+        f"{told('transformers', 'prompt', 1)}, {told('transformers', 'token', 1)}",
+        told("vllm", "first token", 1, 8),
+        told("vllm", "token", 1, 8),
+        told("vllm", "tokens/s", 1, 8),
+        told("vllm", "session", 1, 8),
+    )
 
 
 def pages(found: dict[str, OwnFile]) -> str:

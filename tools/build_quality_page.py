@@ -4,13 +4,24 @@ compare.jsonl ...`, in that order."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from sparsekv.bench.compare_file import CompareFile, CompareRun, markdown
+from sparsekv.bench.compare_file import CompareFile, CompareRun, rows, sentences, table_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "quality.md"
 BEGIN, END = "<!-- made by tools/build_quality_page.py -->\n", "<!-- end -->\n"
+
+
+def markdown(file: CompareFile) -> Iterator[str]:
+    """Lines of a page: what was run, the table, and a sentence for each comparison."""
+    settings, every = file.settings, list(rows(file))
+    yield f"{settings.model}, {settings.dtype}, {settings.device}, {settings.phase}, {settings.suite}:\n"
+    header, *lines = (f"| {' | '.join(row)} |" for row in table_of(file, every))
+    yield from (header, "|---" * (header.count(" | ") + 1) + "|", *lines)
+    yield ""
+    yield from (f"- {sentence}" for sentence in sentences(file, every))
 
 
 def page(text: str, files: list[Path]) -> str:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
+from pathlib import Path
 from typing import Any, Literal
 
 import altair as alt
+import vl_convert
 
 from sparsekv.bench.report.facts import Mark
+from sparsekv.plans.files import write_bytes
 from sparsekv.plans.patterns import PATTERNS
 
 GREY = "#7f7f7f"  # of text and axes: readable on white and on black
@@ -250,3 +253,9 @@ def styled(chart: alt.TopLevelMixin, background: str = "transparent") -> dict[st
     )
     data: dict[str, Any] = coloured.to_dict()
     return data
+
+
+def write_svg(chart: alt.TopLevelMixin, path: Path) -> None:
+    """On white, which pages of any colour show."""
+    version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    write_bytes(path, vl_convert.vegalite_to_svg(styled(chart, background="white"), vl_version=version).encode())

@@ -15,7 +15,7 @@ from tiny_plans import drops
 from sparsekv.bench import own
 from sparsekv.bench.harness import program
 from sparsekv.bench.own_file import OwnFigure, OwnFile, OwnLength, OwnPlan, OwnRun, figures, result
-from sparsekv.bench.own_page import page, summary
+from sparsekv.bench.own_page import page
 from sparsekv.bench.own_picture import write_picture
 from sparsekv.bench.own_vllm import OwnTurns
 from sparsekv.bench.real_shares import share_at
@@ -133,8 +133,6 @@ def test_page_picture_and_the_row_of_readme_have_the_verdict_the_shares_and_fail
     drawn = (tmp_path / "own.svg").read_text()
     for said in ("out of memory", "so small", "first token of a turn, vLLM, 1 at once", "1.25x"):
         assert said in drawn
-    row = summary(empty)
-    assert (row[0], row[3], row[4]) == (f"{empty.settings.model} at 2k: {plan.status}", "1.25x, -", "-, -")
 
 
 def test_a_report_shows_the_figures_of_its_own_plan_alone(empty, plan, sparsekv, tmp_path):
@@ -153,7 +151,7 @@ def test_a_report_shows_the_figures_of_its_own_plan_alone(empty, plan, sparsekv,
 
 def test_the_page_and_readme_come_of_the_files_alone(empty, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
-    from build_own_page import BEGIN, END, PAGE, README, RESULTS, files, pages, readme
+    from build_own_page import BEGIN, END, PAGE, README, RESULTS, files, pages, readme, summary
 
     measured = files()
     assert readme(README.read_text(), [*measured.values()]) == README.read_text(), "python tools/build_own_page.py"
@@ -162,6 +160,8 @@ def test_the_page_and_readme_come_of_the_files_alone(empty, monkeypatch):
         planned = load_plan(RESULTS / f"{name}.yaml")
         assert OwnRun.of(planned).model_copy(update={"model": name}) == file.settings
         assert OwnPlan.of(planned) == file.all(OwnPlan)["plan"]
+    empty.add(OwnFigure(name="first token", share=0.25, dense=(100.0,) * 5, plan=(80.0,) * 5, **ONCE))
+    assert summary(empty)[3:5] == ("1.25x, -", "-, -")
     once = readme(f"before\n{BEGIN}old\n{END}after\n", [empty])
     assert once.startswith(f"before\n{BEGIN}| ")
     assert f"| {' | '.join(summary(empty))} |\n{END}after\n" in once

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparsekv.bench import turns
-from sparsekv.bench.agent_traces import SHIPPED, TraceLoad, made_traces, read_traces
+from sparsekv.bench.agent_traces import SHIPPED, TraceLoad, read_traces
 from sparsekv.bench.harness import Row
 from sparsekv.bench.turns import DENSE, SPARSE, Played, Session, Turn, TurnLoad, TurnTime, play
 from sparsekv.plans.errors import BackendError
@@ -99,7 +99,7 @@ def test_an_engine_that_keeps_its_prompts_is_not_timed(engine: Engine) -> None:
 def test_hits_and_new_tokens_are_those_of_the_plans_engine() -> None:
     dense, sparse = (Played((TurnTime((0,), 0, 100, cached, 1.0, 0.1),), (1.0,)) for cached in (20, 50))
     row = Row(name="turns", length=100, device="cpu", dtype="float32")
-    found = turns._filled(row, turns.PlayedLoad({DENSE: [dense], SPARSE: [sparse]})).data()
+    found = turns._filled(row, turns.Measured({DENSE: [dense], SPARSE: [sparse]})).data()
     assert (found["hits"], found["dense_hits"], found["turns"][0]["new"]) == (0.5, 0.2, 50)
 
 
@@ -209,7 +209,12 @@ def test_requests_of_a_subagent_are_a_session_below(read: Read) -> None:
     assert (len(subagent.steps), last.shared, len(last.new)) == (1, 4, 4)
 
 
-def test_the_traces_that_ship_are_those_that_the_script_makes_with_the_lengths_it_names() -> None:
+def test_the_traces_that_ship_are_those_that_the_script_makes_with_the_lengths_it_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
+    from build_agent_traces import made_traces
+
     assert json.loads(SHIPPED.read_text()) == list(made_traces())
     lengths = [one.prompt for trace in read_traces(SHIPPED) for one in trace.requests if one.type != "subagent"]
     assert sum(length > 65536 for length in lengths) / len(lengths) == pytest.approx(0.88, abs=0.01)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_folders import write_eagle
 from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -25,7 +26,6 @@ from vllm_engine import (
 )
 from vllm_replay import assert_replayed, recorded
 
-from sparsekv.bench.random_model import write_eagle
 from sparsekv.bench.serve import by_look_up
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import BlockSparse, fraction

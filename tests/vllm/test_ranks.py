@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from comparing_worker import RankDifferences, digests
 from model_folders import save_model
 from plans_samples import model_info
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 from vllm_engine import LONGEST, NEW, Oracle, chunks_of
 
-from sparsekv.bench.comparing_worker import RankDifferences, digests
-from sparsekv.bench.vllm_engines import COMPARING
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash, fraction, tokens
@@ -33,7 +32,7 @@ if __name__ == "__main__":
     from sparsekv.runtime.vllm.engine_host import serving_stats
     config = {{"sparsekv": {{"plan": {plan!r}}}}}
     engine = make_engine({model!r}, additional_config=config, tensor_parallel_size={ranks},
-        worker_cls={worker!r})
+        worker_cls="comparing_worker.ComparingWorker")
     found = []
     for prompt in {prompts}:
         found += map(tokens_and_logprobs, generate(engine, [prompt]))
@@ -48,9 +47,7 @@ def check(model: Path, plan: Plan, asked: Sequence[list[int]], ranks: int, folde
     write_plan(plan, folder / "plan.yaml")
     names = {"support": Path(__file__).parents[1] / "support", "plan": folder / "plan.yaml", "out": folder / "out.json"}
     text = {name: str(path) for name, path in (*names.items(), ("model", model))}
-    subprocess.run(
-        [sys.executable, "-c", RANKS.format(prompts=list(asked), ranks=ranks, worker=COMPARING, **text)], check=True
-    )
+    subprocess.run([sys.executable, "-c", RANKS.format(prompts=list(asked), ranks=ranks, **text)], check=True)
     found, *counted, differences = json.loads(names["out"].read_text())
     for prompt, (answer, logprobs) in zip(asked, found, strict=True):
         expected = oracle(prompt, chunks_of([len(prompt)])[0])

@@ -11,7 +11,6 @@ import torch
 from engines_here import engine_here
 
 from sparsekv.bench import serve as serving
-from sparsekv.bench import turns
 from sparsekv.bench.serve import SPARSE, Load, ServeBench, ServedModel, bench_serve, serve
 from sparsekv.bench.turns import Session, Turn, TurnLoad, bench_turns, play
 from sparsekv.plans.schema import Plan
@@ -101,7 +100,7 @@ def test_a_row_has_the_turns_of_both_engines_side_by_side(
     def started(way: str, *_: Any) -> Iterator[Any]:
         yield engine_here(engine if way == SPARSE else slow)
 
-    monkeypatch.setattr(turns, "served_engine", started)
+    monkeypatch.setattr("sparsekv.bench.serve.served_engine", started)
     load = TurnLoad(context=512, new=192, turns=2, answer=3, agents=2)
     (row,) = (row.data() for row in bench_turns(model, plan, "given", [load], bench))
     assert (row["note"], row["failures"], row["backend"], row["length"]) == ("", 0, "cpu", load.longest)
