@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.index.build import BuilderName, builds_by_triton
 from sparsekv.kernels.keys import MOST_QUERIES, PLAIN, KeyView, Softmax, check_keys
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle, untested
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, PrefillCall, TileIndex
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, PrefillCall, TileIndex, has_triton
 from sparsekv.plans.errors import BackendError, SparseKVError, install_command
 from sparsekv.plans.patterns import TileShape
 
@@ -289,7 +288,7 @@ def _machine_obstacle(name: str, device: torch.device) -> str | None:
         return "it needs a CUDA or ROCm GPU that torch can see"
     if torch.version.hip is None and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"Triton serves compute capability 8.0 (Ampere) and newer, found {capability[0]}.{capability[1]}"
-    if find_spec("triton") is None:
+    if not has_triton():
         return f"Triton is not installed: {install_command('gpu')}"
     return None
 

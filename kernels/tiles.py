@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -172,10 +173,16 @@ class AttentionOutput:
     scores_gT: torch.Tensor | None = None  # of decode with `Scoring`
 
 
+@lru_cache
+def has_triton() -> bool:
+    """Returns whether kernels by Triton can be launched on a GPU; it is no dependency."""
+    return find_spec("triton") is not None
+
+
 def computed_tiles(index: TileIndex, *, by_torch: bool = False) -> torch.Tensor:
     """Tiles that a kernel computes, single columns included: float64 [B, H]; in one launch on NVIDIA GPUs, unless by
     torch."""
-    on_gpu = not by_torch and index.counts_BHT.is_cuda and torch.version.hip is None
+    on_gpu = not by_torch and index.counts_BHT.is_cuda and torch.version.hip is None and has_triton()
     if on_gpu and index.counts_BHT.is_contiguous() and index.live_BHTN.is_contiguous():
         from sparsekv.kernels.index.triton import spent  # it loads Triton
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from sparsekv.kernels.methods import EvictionScore, method_of
+from sparsekv.kernels.tiles import has_triton
 from sparsekv.planner.allocate import solve
 from sparsekv.planner.decode_trials import DecodeTrials, Prefix, Steps
 from sparsekv.planner.evaluation.predictions import divergence
@@ -278,7 +279,7 @@ class EvictionTrials(DecodeTrials):
         store: Any = prefix.cache.layers[layer].store  # type: ignore[union-attr]
         cached: tuple[torch.Tensor, ...] = store.tensors
         k_1GSD, v_1GSD = (x_1GSD[:, :, : prefix.past] for x_1GSD in cached)
-        backend = "triton" if k_1GSD.is_cuda else "reference"
+        backend = "triton" if k_1GSD.is_cuda and has_triton() else "reference"
         newest = self._observed[layer].before(None, rule.observe or 0)
         cached_1gK = rows_to_cache(rule, prefix.past, newest, k_1GSD, v_1GSD, layer=layer, backend=backend)
         if cached_1gK is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.kernels.backends import choose_backend
+from sparsekv.kernels.tiles import has_triton
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.decode_search import measure_trials
 from sparsekv.planner.eviction_search import search_eviction
@@ -126,7 +127,7 @@ def _profiled(job: Job, progress: Progress, resume: Path | None) -> Profile:
 
 def _prices(job: Job, measured: Profile, progress: Progress) -> Prices:
     options, shape = job.options, head_shape(job.model)
-    if job.loaded is None or job.loaded.model.device.type != "cuda":
+    if job.loaded is None or job.loaded.model.device.type != "cuda" or not has_triton():
         return shipped_prices(shape)
     model = job.loaded.model
     return measure_prices(

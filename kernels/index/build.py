@@ -34,7 +34,7 @@ from sparsekv.kernels.index.layout import (
 from sparsekv.kernels.index.registered import index_registered
 from sparsekv.kernels.index.vertical_slash import index_vertical_slash, score_lines
 from sparsekv.kernels.keys import PLAIN, Softmax
-from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, WORD, Chunk, TileIndex, check_chunk, check_heads
+from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, WORD, Chunk, TileIndex, check_chunk, check_heads, has_triton
 from sparsekv.plans.errors import BackendError, ShapeError, UnsupportedError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, Pattern, Registered, TileShape, VerticalSlash
 
@@ -227,7 +227,7 @@ def _build_part(group: FamilyHeads, call: IndexCall, on_gpu: bool) -> HeadIndex 
 
 def builds_by_triton(device: torch.device) -> bool:
     """Returns whether "auto" means the Triton builders there: on NVIDIA GPUs, the only ones that they were run on."""
-    return device.type == "cuda" and torch.version.hip is None
+    return device.type == "cuda" and torch.version.hip is None and has_triton()
 
 
 def _check(

@@ -21,6 +21,7 @@ from sparsekv.plans.model import kv_bytes
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.architecture import record_of, recurrence_of
 from sparsekv.runtime.hf.describe import config_of, takes_one_piece
+from sparsekv.runtime.hf.memory import latent_numbers
 from sparsekv.runtime.model_config import attention_groups
 
 STEP = 16_384  # tokens of a prompt at once
@@ -151,13 +152,14 @@ def prompts_at_once(model: PreTrainedModel, length: int, text: int = 0) -> int:
         return 1
     to_score: int = _SCORES * 4 * (_SCORED + text) * cast(Any, config_of(model)).vocab_size
     room = min(int(_SHARE * _beside_weights(model)), _MOST_BYTES)
-    fitting: int = room // (length * bytes_per_token(model) + to_score)
+    fitting: int = room // (length * bytes_per_token(model, length) + to_score)
     return 1 << (max(1, min(_MOST, fitting)).bit_length() - 1)
 
 
 def dense_step(model: PreTrainedModel, length: int) -> int | None:
     """Most tokens at once of a prompt that the unmodified model runs on: all of it, which is faster, where it fits."""
-    fits = model.device.type != "cuda" or length * bytes_per_token(model) <= _WHOLE_SHARE * _beside_weights(model)
+    taken = length * bytes_per_token(model, length)
+    fits = model.device.type != "cuda" or taken <= _WHOLE_SHARE * _beside_weights(model)
     return None if fits else prompt_step(cast(Any, config_of(model)).model_type, cuts=True)
 
 
@@ -168,14 +170,17 @@ def _beside_weights(model: PreTrainedModel) -> int:
     return total - sum(weight.numel() * weight.element_size() for weight in here)
 
 
-def bytes_per_token(model: PreTrainedModel) -> int:
+def bytes_per_token(model: PreTrainedModel, length: int) -> int:
     """Keys and values of all layers, and beside them the larger of a copy, as another text is fed, and what the widest
-    layer holds while an unmodified model computes it."""
+    layer holds while an unmodified model computes a prompt of `length` tokens."""
     config: Any = config_of(model)
     groups = attention_groups(config)
-    cached = kv_bytes(groups, 1, model.dtype.itemsize)
+    latent, item = latent_numbers(config), model.dtype.itemsize
+    cached = latent * item or kv_bytes(groups, 1, item)
     # Two hidden states, queries, the output of attention; then the MLP: what is gated, its gate, their product.
     held = 2 * config.hidden_size + 2 * max(group.heads * group.head_dim for group in groups if group.kind != "linear")
     widest: int = held + 3 * record_of(config.model_type).width_of(config)
     recurrent = recurrence_of(config).token_bytes if any(group.kind == "linear" for group in groups) else 0
-    return cached + max(cached, widest * model.dtype.itemsize, recurrent)
+    # An indexer's scores of all heads in float32, before and after what is below 0 is 0.
+    scores = 8 * config.index_n_heads * length if latent else 0
+    return cached + max(cached, widest * item + scores, recurrent)

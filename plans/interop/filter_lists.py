@@ -29,6 +29,7 @@ _FIXED = f"sinks ({SINK}) and recent tokens ({RECENT}): ours, as the file has no
 _LAST = "the choice is by the newest query, over all heads together"
 _NO_BUDGET = f"a budget of {CHOSEN_SHARE:.0%} of the context: ours, as the file has none"
 _KASCADERECENT = 2
+_KINDS = {"full": "F", "shared": "S"}  # of `indexer_types`
 
 
 # --- OmniKV (ICLR 2025) and SparseEngine ------------------------------------------------------------------------------
@@ -90,7 +91,8 @@ def write_list(plan: Plan) -> Exported:
 
 def missed_letters(source: Source) -> str | None:
     """Names the lack of a file that has no letter for each layer; None where it has."""
-    return None if _letters(source) else 'neither letters F and S, one a layer, nor JSON with an "index_topk_pattern"'
+    wanted = 'neither letters F and S, one a layer, nor JSON with "indexer_types" or an "index_topk_pattern"'
+    return None if _letters(source) else wanted
 
 
 def read_letters(source: Source, model: ModelInfo) -> Imported:
@@ -133,8 +135,14 @@ def write_topk(plan: Plan) -> Exported:
 
 
 def _letters(source: Source) -> str:
+    """One a layer, of a config by `indexer_types` where it has both, as engines read it; empty where there are none."""
     data = source.json
-    text = data.get("index_topk_pattern") if isinstance(data, dict) else data if isinstance(data, str) else source.text
+    text: Any = data if isinstance(data, str) else source.text
+    if isinstance(data, dict):
+        kinds = data.get("indexer_types")
+        text = data.get("index_topk_pattern")
+        if isinstance(kinds, list):
+            text = "".join(_KINDS.get(str(kind), "?") for kind in kinds)
     return text if isinstance(text, str) and re.fullmatch(r"[FS]{1,4096}", text) else ""
 
 

@@ -41,6 +41,14 @@ _MEASURED = 11 / 10
 _LATENT = ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim")  # of keys and values, and of an indexer's keys
 
 
+def latent_numbers(config: Any) -> int:
+    """Numbers of a token in transformers' cache of a model with indexers, at least; 0 of any other."""
+    if config.model_type not in INDEXED:
+        return 0
+    numbers: int = config.num_hidden_layers * sum(getattr(config, name) for name in _LATENT)
+    return numbers
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     """The sizes of a model that memory depends on."""
@@ -70,7 +78,7 @@ class ModelSize:
             recurrence_of(config) if recurs else None,
             recurs or record.runs_whole(config),
             info.layers * (getattr(config, "hidden_size_per_layer_input", 0) or 0),
-            sum(getattr(config, name) for name in _LATENT) * info.layers if info.model_type in INDEXED else 0,
+            latent_numbers(config),
         )
 
     @classmethod

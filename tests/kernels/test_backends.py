@@ -9,8 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sparsekv.kernels import backends, tiles
 from sparsekv.kernels.backends import choose_backend, dense_by_triton, is_backend_failure
+from sparsekv.kernels.index import build
 from sparsekv.kernels.prefill.flash import limits
+from sparsekv.kernels.tiles import TileIndex
 from sparsekv.plans.errors import BackendError, PlanError, ShapeError
 from sparsekv.plans.patterns import TileShape
 
@@ -46,6 +49,24 @@ def test_a_gpu_gets_triton_and_is_told_about_flash(gpu) -> None:
     assert choose_backend("cuda", torch.bfloat16, 512).name == "triton"
     gpu(8, 6)
     assert "found 8.6" in dict(choose_backend("cuda", torch.bfloat16, 128).rejected)["flash"]
+
+
+def test_a_gpu_without_triton_is_told_so_and_is_served_by_torch(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    gpu(9, 0)
+    monkeypatch.setattr(tiles, "has_triton", lambda: False)
+    monkeypatch.setattr(backends, "has_triton", lambda: False)
+    monkeypatch.setattr(build, "has_triton", lambda: False)
+    monkeypatch.setitem(sys.modules, "sparsekv.kernels.index.triton", None)
+    assert choose_backend("cuda", torch.bfloat16, 128, "reference").name == "reference"
+    with pytest.raises(BackendError, match="Triton is not installed: pip install"):
+        choose_backend("cuda", torch.bfloat16, 128)
+    assert not build.builds_by_triton(torch.device("cuda"))
+    counts_BHT, live_BHTN = torch.tensor([[[1, 2]]]).as_subclass(OnGpu), torch.tensor([[[[1], [3]]]])
+    index = TileIndex(TileShape(), live_BHTN, counts_BHT, live_BHTN, live_BHTN, torch.tensor([False]))
+    assert float(tiles.computed_tiles(index)) == 3 + 3 / 128
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,25 @@ def test_lists_of_layers_are_segments(data: object, expected: object, budget: in
     assert {one.budget.resolve(CONTEXT) for one in segments} == {budget}
 
 
+@pytest.mark.parametrize(
+    ("config", "letters"),
+    [
+        ({"index_topk_pattern": "FSSFFSSS", "indexer_types": ["full", "shared"] * 4}, "FSFSFSFS"),
+        ({"index_topk_pattern": "FSSFFSSS", "indexer_types": None}, "FSSFFSSS"),
+        ({"indexer_types": ["full", *["shared"] * 7]}, "FSSSSSSS"),
+        ({"index_topk_pattern": "FSSFFSSS", "indexer_types": ["full", ["shared"]] * 4}, ""),
+    ],
+)
+def test_a_config_with_kinds_of_indexers_is_read_by_them_as_engines_do(config: dict[str, Any], letters: str) -> None:
+    file = Source("config.json", json.dumps(config).encode())
+    if not letters:
+        with pytest.raises(PlanError, match='JSON with "indexer_types" or an "index_topk_pattern"'):
+            recognised(file)
+        return
+    again, _ = plan_of(file, recognised(file), sharing_plan().model)
+    assert again.index_sharing == IndexSharing(pattern=letters)
+
+
 def test_an_exported_pattern_of_indexers_comes_back_as_it_was() -> None:
     plan = sharing_plan()
     file = Source("line.json", WRITERS["index-topk"](plan).data)
