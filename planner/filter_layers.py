@@ -48,7 +48,7 @@ def choose_filter_layers(profile: Profile, options: Settled) -> DecodePlan:
 
 def hot_set(budgets: Iterable[DecodeBudget], longest: int) -> Budget:
     """Tokens on the device for layers that choose so many at contexts of up to `longest`: twice the largest budget, and
-    never few. What that leaves to fetch is in docs/experiments.md."""
+    never few."""
     return tokens(max(_LEAST_HOT, 2 * max(budget.resolve(longest) for budget in budgets)))
 
 

@@ -17,7 +17,7 @@ from sparsekv.runtime.settings import Backend, Settings
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MOST_ROWS, MOST_OF_PLAN, MOST_SETTINGS = 130, 20, 170
-MADE = ("commands.md", "api.md")  # by tools, a paragraph a line
+MADE = ("commands.md", "api.md", "provenance.md")  # by tools, a paragraph a line
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
@@ -58,31 +58,17 @@ def test_the_page_of_models_is_what_the_records_and_the_tests_say_and_lists_ever
         page(PAGE.read_text())
 
 
-def test_the_tables_of_quality_go_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    monkeypatch.setattr("sparsekv.bench.compare_file.CompareFile.read", lambda kind, path: path.name)
-    monkeypatch.setattr("sparsekv.bench.compare_file.markdown", lambda found: [f"table of {found}"])
-    monkeypatch.delitem(sys.modules, "build_quality_page", raising=False)
-    from build_quality_page import BEGIN, END, PAGE, page
-
-    once = page(PAGE.read_text(), [Path("a.json"), Path("b.json")])
-    assert f"{BEGIN}table of a.json\n\ntable of b.json\n{END}" in once
-    assert page(once, [Path("a.json"), Path("b.json")]) == once
-    assert page(once, []) == page(PAGE.read_text(), [])
-
-
 def test_options_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the page of commands lists, by its generator: rows of options, keys of `--set`, and variables."""
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     monkeypatch.delitem(sys.modules, "build_command_page", raising=False)
-    from build_command_page import page
+    from build_command_page import commands
 
-    sections = page().split("\n## ")[1:]
-    rows = {one.split("\n")[0]: len(re.findall(r"^\| `-", one, re.MULTILINE)) for one in sections}
-    keys = [one for part in sections for one in re.findall(r"^\| `([a-z]\w*)=", part, re.MULTILINE)]
-    assert sum(rows.values()) <= MOST_ROWS
-    assert rows["sparsekv plan"] <= MOST_OF_PLAN
-    assert sum(rows.values()) + len({*keys}) + len(fields(Settings)) <= MOST_SETTINGS
+    found = {name: rows for name, _, rows, _ in commands()}
+    keys = {label.split("=")[0] for _, _, _, rows in commands() for label, _ in rows}
+    assert sum(map(len, found.values())) <= MOST_ROWS
+    assert len(found["sparsekv plan"]) <= MOST_OF_PLAN
+    assert sum(map(len, found.values())) + len(keys) + len(fields(Settings)) <= MOST_SETTINGS
 
 
 def test_the_page_of_commands_is_what_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""docs/extending.md: the page shows the files of examples/extending, and whoever follows it has a green tree."""
+"""docs/extending.md: the page names the files of examples/extending, and whoever follows it has a green tree."""
 
 import os
 import re
@@ -35,14 +35,9 @@ def sides(hunk: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
-def test_the_page_shows_each_example_as_it_is(example: str) -> None:
-    assert f"```python\n{(EXAMPLES / example).read_text()}```" in PAGE, f"copy {example} into docs/extending.md"
-    assert f"(../examples/extending/{example})" in PAGE
+def test_the_page_names_each_example(example: str) -> None:
+    assert f"`examples/extending/{example}`" in PAGE
     assert example in ABOVE or example in COPIES
-
-
-def test_the_page_shows_the_methods_that_need_no_change_here() -> None:
-    assert f"```python\n{(ROOT / 'examples' / 'my_method.py').read_text()}```" in PAGE, "copy it into docs/extending.md"
 
 
 @pytest.mark.parametrize(("file", "hunk"), CHANGES)

@@ -67,13 +67,10 @@ def _function(name: str, function: Any) -> str:
 
 
 def _code(name: str, function: Any) -> str:
-    """A signature as a block of code, one argument a line where it is long."""
+    """A signature as a block of code."""
     signature = inspect.signature(function)
-    arguments, returned = list(_arguments(signature)), signature.return_annotation
-    line = f"{name}({', '.join(arguments)}) -> {returned}"
-    if len(line) > 100:
-        line = f"{name}(\n" + "".join(f"    {one},\n" for one in arguments) + f") -> {returned}"
-    return "\n".join(f"    {part}" for part in line.splitlines())
+    line = f"{name}({', '.join(_arguments(signature))}) -> {signature.return_annotation}"
+    return "\n".join(textwrap.wrap(line, 110, initial_indent="    ", subsequent_indent=" " * 8, break_on_hyphens=False))
 
 
 def _arguments(signature: inspect.Signature) -> Iterator[str]:
@@ -92,11 +89,11 @@ def _arguments(signature: inspect.Signature) -> Iterator[str]:
 def _class(place: str, members: tuple[str, ...] | None) -> str:
     module, _, name = place.partition(":")
     found = getattr(__import__(module, fromlist=[name]), name)
-    told = f"## {name}\n\n`{module}.{name}`\n\n{_described(found)}"
-    if fields := list(_fields(found)):
-        told += "\n| field | |\n|---|---|\n" + "".join(f"| `{field}` | `{_cell(kind)}` |\n" for field, kind in fields)
     own = [member for member, value in vars(found).items() if _is_told(member, value)]
-    return told + "".join(_member(found, one) for one in (own if members is None else members))
+    fields = ", ".join(f"`{field}: {_cell(kind)}`" for field, kind in _fields(found))
+    rows = [f"| {fields} | fields |\n"] if fields else []
+    rows += [_member(found, one) for one in (own if members is None else members)]
+    return f"## {name}\n\n`{module}.{name}`: {_described(found)}\n| member | |\n|---|---|\n" + "".join(rows)
 
 
 def _fields(found: Any) -> Iterator[tuple[str, str]]:
@@ -113,11 +110,14 @@ def _is_told(name: str, value: Any) -> bool:
 
 
 def _member(found: Any, name: str) -> str:
+    """A row: its signature, and its docstring in one paragraph."""
     value = inspect.getattr_static(found, name)
     if isinstance(value, property):
-        kind = inspect.get_annotations(value.fget)["return"]
-        return f"\n### {found.__name__}.{name}\n\n    {name}: {kind}\n\n{_described(value.fget)}"
-    return f"\n### {found.__name__}.{name}\n\n{_code(name, value)}\n\n{_described(value)}"
+        kind = f"{name}: {inspect.get_annotations(value.fget)['return']}"
+        return f"| `{_cell(kind)}` | {_cell(_described(value.fget))} |\n"
+    signature = inspect.signature(value)
+    call = f"{name}({', '.join(_arguments(signature))}) -> {signature.return_annotation}"
+    return f"| `{_cell(call)}` | {_cell(_described(value).replace(chr(10) + '- ', ' '))} |\n"
 
 
 def _options() -> str:
@@ -158,24 +158,25 @@ def _first(found: Any) -> str:
 
 
 def _described(found: Any) -> str:
-    """A docstring as Markdown: paragraphs, and lists of what it names."""
-    return "\n\n".join(map(_paragraph, inspect.cleandoc(found.__doc__).split("\n\n"))) + "\n"
+    """A docstring as Markdown: paragraphs, then one list of arguments, result and errors."""
+    parts = inspect.cleandoc(found.__doc__).split("\n\n")
+    told = [" ".join(part.split()) for part in parts if part.partition(":\n")[0] not in _SECTIONS]
+    listed = [line for part in parts for line in _lines(*part.partition(":\n")[::2])]
+    return "\n\n".join((*told, *(["\n".join(listed)] if listed else []))) + "\n"
 
 
-def _paragraph(part: str) -> str:
-    title, _, rest = part.partition(":\n")
+def _lines(title: str, rest: str) -> Iterator[str]:
+    """The list items of a section of a docstring; none of a paragraph."""
     if title not in _SECTIONS:
-        return " ".join(part.split())
+        return
     lines = textwrap.dedent(rest)
     if title == "Returns":
-        return f"Returns: {' '.join(lines.split())}"
-    entries = re.split(r"\n(?=\S)", lines)
-    return f"{title}:\n\n" + "\n".join(map(_entry, entries))
-
-
-def _entry(entry: str) -> str:
-    names, _, said = " ".join(entry.split()).partition(": ")
-    return f"- {', '.join(f'`{name}`' for name in names.split(', '))}: {said}"
+        yield f"- returns: {' '.join(lines.split())}"
+        return
+    for entry in re.split(r"\n(?=\S)", lines):
+        names, _, said = " ".join(entry.split()).partition(": ")
+        raised = "raises " if title == "Raises" else ""
+        yield f"- {raised}{', '.join(f'`{name}`' for name in names.split(', '))}: {said}"
 
 
 def _cell(text: str) -> str:

@@ -100,20 +100,20 @@ MULTIMODAL = {  # the name that people know, and the decoders inside
     "qwen3_vl": ("Qwen3-VL", ("qwen3_vl_text",)),
 }
 INDEXERS = {"deepseek_v32": "DeepSeek-V3.2", "glm_moe_dsa": "GLM-5"}
-REAL = {  # real weights, and where that is written
-    "llama": "[SmolLM2-135M](results/quality.md), `tiny-retriever`",
-    "qwen2": "[Qwen2.5-Coder-0.5B](results/planning.md)",
+REAL = {  # real weights
+    "llama": "SmolLM2-135M, `tiny-retriever`",
+    "qwen2": "Qwen2.5-Coder-0.5B",
 }
 SPEED = {  # of the public shape with random weights
-    "gemma3_text": "[12B](results/prompts.md), [27B](results/decode.md#shapes-of-other-families)",
-    "gemma4_text": "[31B, E4B](results/decode.md#shapes-of-other-families)",
-    "glm4_moe": "[4.5-Air](results/decode.md#shapes-of-other-families)",
-    "gpt_oss": "[20b](results/decode.md)",
-    "llama": "[8B](results/prompts.md)",
-    "minimax_m2": "[M2](results/decode.md#shapes-of-other-families)",
-    "olmo3": "[32B](results/decode.md#shapes-of-other-families)",
-    "qwen3_5_text": "[27B, part](results/decode.md#shapes-of-other-families)",
-    "qwen3_moe": "[30B-A3B](results/prompts.md), [in vLLM, also 235B-A22B, part](results/serving.md#vllm-033)",
+    "gemma3_text": "12B, 27B",
+    "gemma4_text": "31B, E4B",
+    "glm4_moe": "4.5-Air",
+    "gpt_oss": "20b",
+    "llama": "8B",
+    "minimax_m2": "M2",
+    "olmo3": "32B",
+    "qwen3_5_text": "27B, part",
+    "qwen3_moe": "30B-A3B; in vLLM also 235B-A22B, part",
 }
 SERVED = {  # by vLLM, what the tests do not say
     "llama": "tested",

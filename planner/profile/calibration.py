@@ -110,7 +110,7 @@ def task_of_each(tasks: Sequence[str], samples: int) -> tuple[str, ...]:
 
     Quotations come first, once: they say something about any model. The other tasks then take turns, hard retrieval
     first and plain text behind the first of it, so that a few samples see as many kinds of question as possible. More
-    quotations instead made plans worse on every model and format that was measured (docs/experiments.md).
+    quotations instead made plans worse on every model and format that was measured (docs/lab/decisions.md).
     """
     quotes, others = _split(tasks, QUOTE_TASKS)
     if not quotes or not others:

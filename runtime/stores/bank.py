@@ -9,7 +9,7 @@ Why tokens that were chosen seldom and long ago give up their slots, and why the
 answers of three small models at 16K and 32K, with budgets of 512 to 2,048 tokens, 35 to 70% of the chosen tokens were
 not chosen in the step before. With slots for 1, 2 and 4 budgets, replacing the least recently used leaves 34 to 68, 11
 to 50 and 3 to 34% to fetch; a clock half a percent more, as a rule; counts of use that age (LRFU) a sixth fewer at 2
-budgets, for no more work (the curves are in docs/experiments.md).
+budgets, for no more work.
 
 Source of the idea: OmniKV (ICLR 2025), the context bank.
 

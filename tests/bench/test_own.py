@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import stat
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import yaml
 from tiny_plans import drops
 
 from sparsekv.bench import own
@@ -109,7 +111,7 @@ def test_dense_is_one_way_or_the_fastest_of_those_that_ran(empty):
     assert "Dense is the fastest of sdpa, flash." in page(empty)
 
 
-def test_page_picture_and_the_row_of_readme_have_the_verdict_the_shares_and_failures_in_words(empty, plan, tmp_path):
+def test_page_and_picture_have_the_verdict_the_shares_and_failures_in_words(empty, plan, tmp_path):
     empty.add(OwnFigure(name="first token", share=0.25, dense=(100.0,) * 5, plan=(80.0,) * 5, **ONCE))
     empty.add(OwnFigure(name="token", failed="out of memory", **ONCE))
     turns = ((1, 1024, 1024), (2, 1400, 256), (3, 1700, 256))
@@ -151,21 +153,33 @@ def test_a_report_shows_the_figures_of_its_own_plan_alone(empty, plan, sparsekv,
 
 def test_the_page_and_readme_come_of_the_files_alone(empty, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
-    from build_own_page import BEGIN, END, PAGE, README, RESULTS, files, pages, readme, summary
+    import build_own_page as tool
 
-    measured = files()
-    assert readme(README.read_text(), [*measured.values()]) == README.read_text(), "python tools/build_own_page.py"
-    assert pages(measured) == PAGE.read_text(), "python tools/build_own_page.py"
+    measured = tool.files()
+    blocks = {tool.README: tool.headline(measured[tool.HEADLINE]), tool.BENCHMARKS: tool.by_model(measured)}
+    for shown, block in blocks.items():
+        assert tool.put(shown.read_text(), block) == shown.read_text(), "python tools/build_own_page.py"
+    assert tool.provenance(measured) == tool.PAGE.read_text(), "python tools/build_own_page.py"
     for name, file in measured.items():
-        planned = load_plan(RESULTS / f"{name}.yaml")
+        planned = load_plan(tool.RESULTS / f"{name}.yaml")
         assert OwnRun.of(planned).model_copy(update={"model": name}) == file.settings
         assert OwnPlan.of(planned) == file.all(OwnPlan)["plan"]
-    empty.add(OwnFigure(name="first token", share=0.25, dense=(100.0,) * 5, plan=(80.0,) * 5, **ONCE))
-    assert summary(empty)[3:5] == ("1.25x, -", "-, -")
-    once = readme(f"before\n{BEGIN}old\n{END}after\n", [empty])
-    assert once.startswith(f"before\n{BEGIN}| ")
-    assert f"| {' | '.join(summary(empty))} |\n{END}after\n" in once
-    assert readme(once, [empty]) == once
+    assert tool.headline(empty) == "", "nothing was measured"
+    empty.add(OwnFigure(name="first token", dense=(100.0,) * 5, plan=(80.0,) * 5, **ONCE))
+    assert "| first token of a 2K prompt | 100 ms | 80 ms | 1.25x |" in tool.headline(empty)
+
+
+def test_each_row_of_the_benchmarks_names_a_source(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
+    import build_own_page as tool
+
+    sources = yaml.safe_load(tool.SOURCES.read_text())
+    text = tool.BENCHMARKS.read_text()
+    text = text.partition(tool.BEGIN)[0] + text.partition(tool.END)[2]
+    cited = [int(number) for number in re.findall(r"\[(\d+)\]\(provenance\.md\)", text)]
+    assert {*cited} <= sources.keys()
+    figures = [line for line in text.splitlines() if line.startswith("|") and re.search(r"\d\.\d", line)]
+    assert not [line for line in figures if "(provenance.md)" not in line]
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class StandIns:
             shutil.copytree(self.folder, word)
             self.make["plan"](Path(word, PLAN_NAME))
         elif kind := next((kind for kind, names in _FILES.items() if re.fullmatch(names, f"{before} {word}")), None):
+            Path(word).parent.mkdir(parents=True, exist_ok=True)
             self.make[kind](Path(word))
 
 

@@ -91,7 +91,7 @@ def test_keys_in_8_bits_that_an_eviction_scores_are_counted_as_a_copy(llama, chu
     assert evicts - plain > keys + waiting
 
 
-# Peak memory of sparse rows in docs/results/prompts.md, and of the longest context in host-memory.md, on an H200.
+# Peak memory of sparse prompts and of the longest context, measured on an H200.
 @pytest.mark.parametrize(
     ("length", "density", "host_layers", "peak"),
     [(1 << 15, 0.2, 0, 20.9), (1 << 17, 0.08, 0, 34.5), (1 << 19, 0.04, 0, 89.4), (1 << 20, 0.03, 12, 117.7),
