@@ -5,9 +5,11 @@ Run by `make demo`, which sets up first and needs the network for that; needs no
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -32,9 +34,21 @@ def main() -> None:
     keys = [part for key in few for part in ("--set", key)]
     sparsekv("plan", MODEL, "-o", str(plan), "--force", "--lengths", "8k", "--loss", "0.02", "--no-verify", *keys)
     sparsekv("show", str(plan))
-    show(f"The hidden answer is {answer}. Without and with the plan the model says:")
-    answers = ("--compare", "--max-new-tokens", "8")
-    sparsekv("run", "--plan", str(plan), "--prompt-file", str(document), *answers)
+    run = ("run", "--plan", str(plan), "--prompt-file", str(document), "--max-new-tokens", "8")
+    compared = json.loads(sparsekv(*run, "--compare", "--json", is_read=True))
+    show(ending(compared, answer))
+
+
+def ending(compared: dict[str, Any], answer: str) -> str:
+    """The answers beside the hidden number, and one sentence."""
+    dense, speedup = compared["dense"], compared["prefill_speedup"]
+    lines = [f"hidden: {answer}"]
+    for name, said in (("dense", dense), ("sparse", compared)):
+        lines.append(f"{name + ':':<7} {said['text'].strip()}  (prefill {said['prefill_seconds']:.2f} s)")
+    agrees = "answers as dense does" if compared["text"] == dense["text"] else "answers differently"
+    share = f"{compared['prefill_density']:.0%} of prefill attention"
+    lines.append(f"\nThe plan computes {share}, {agrees}, and its prefill takes {1 / speedup:.0%} of dense's time.")
+    return "\n".join(lines)
 
 
 def write_document(path: Path) -> tuple[str, str]:
@@ -46,10 +60,11 @@ def write_document(path: Path) -> tuple[str, str]:
     return text.splitlines()[-1], sample.answer.strip()
 
 
-def sparsekv(*arguments: str) -> None:
-    """Runs a command as a user would type it."""
+def sparsekv(*arguments: str, is_read: bool = False) -> str:
+    """Runs a command as a user would type it; returns its output if that is read here."""
     show(f"$ sparsekv {' '.join(arguments)}")
-    subprocess.run([sys.executable, "-m", "sparsekv", *arguments], check=True)
+    out = subprocess.PIPE if is_read else None
+    return subprocess.run([sys.executable, "-m", "sparsekv", *arguments], check=True, stdout=out, text=True).stdout
 
 
 def show(text: str) -> None:

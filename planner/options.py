@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypedDict, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -37,7 +37,7 @@ from sparsekv.planner.flags import (
     words,
 )
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import PATTERNS, MethodName, TileShape, fraction, mandatory_density
+from sparsekv.plans.patterns import PATTERNS, Budget, MethodName, TileShape, fraction, mandatory_density
 from sparsekv.plans.phases import CHOSEN_SHARE
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import KVDtype, format_length
@@ -311,6 +311,37 @@ class PlanOptions(Targets, Search, DecodeSearch, Drawn, Hardware):
     def profiled_phases(self) -> tuple[Phase, ...]:
         """Returns the phases whose profile is needed: what layers keep is searched on the model itself."""
         return self.phases if self.retain is None else ("prefill",)
+
+
+class PlanArguments(TypedDict, total=False):
+    """The options of `PlanOptions` as programs give them: a value, or the text of its flag."""
+
+    lengths: str | Sequence[int]
+    loss: float
+    target_density: str | Sequence[float]
+    phases: str | Sequence[Phase]
+    preset: Preset | None
+    families: str | Sequence[str]
+    tile: str | TileShape | None
+    filter_layers: str | Sequence[int]
+    decode_budget: str | Budget
+    offload: bool
+    retain: str | float | None
+    score: str | None
+    few_groups: bool
+    tasks: str | Sequence[str]
+    seed: int
+    batch: int | None
+    prefill_chunk: str | int | None
+    device: str
+    dtype: Dtype
+    backend: Backend
+    prompts: Sequence[str | GivenPrompt]
+    verify: VerifySize
+    verify_tasks: Sequence[str]
+    calibration_samples: int | None
+    kv_dtype: KVDtype
+    device_map: DeviceMap | None
 
 
 def lengths_to_verify(plan: Plan, asked: tuple[int, ...], context: int) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, cast
+
+from transformers import PreTrainedTokenizerBase
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.kernels.tiles import has_triton
@@ -22,7 +24,7 @@ from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.fixed_test import RUNGS, level_of_run
 from sparsekv.planner.job import Job, head_shape, job_of
 from sparsekv.planner.measure_prices import measure_prices
-from sparsekv.planner.options import PlanOptions, Settled, lengths_up_to
+from sparsekv.planner.options import PlanArguments, PlanOptions, Settled, lengths_up_to
 from sparsekv.planner.predict import predict
 from sparsekv.planner.prices import Prices, shipped_prices
 from sparsekv.planner.profile.calibration import mix_of
@@ -32,7 +34,7 @@ from sparsekv.planner.progress import Progress
 from sparsekv.planner.records import digest_of, versions, write_measured
 from sparsekv.planner.refine import refine
 from sparsekv.planner.sharing_search import SharingSearch
-from sparsekv.planner.verify import VerifyRun, loaded_from, verify
+from sparsekv.planner.verify import AnyModel, VerifyRun, loaded_from, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import INDEXED, ModelInfo
 from sparsekv.plans.phases import Eviction
@@ -45,7 +47,13 @@ from sparsekv.runtime.plan_checks import warn_of_spinning
 _USED_UP = "earlier plans saw all {} prompts that were set aside; give more --prompts"
 
 
-def plan_model(model: Any, tokenizer: Any = None, *, progress: Progress | None = None, **options: Any) -> Plan:
+def plan_model(
+    model: AnyModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[PlanArguments],
+) -> Plan:
     """Profiles a model, chooses what each head computes, and verifies that on held-out prompts.
 
     Args:
@@ -53,7 +61,7 @@ def plan_model(model: Any, tokenizer: Any = None, *, progress: Progress | None =
             tokenizer.
         progress: where to report the stages, which take minutes; `sparsekv.planner.progress.BarProgress()` shows them
             on standard error, None nowhere.
-        **options: fields of `PlanOptions`.
+        **options: see [PlanOptions](#planoptions).
 
     Returns:
         The plan; write it with `write_plan`. Its status says whether it passed its test on held-out prompts; lengths at
@@ -63,7 +71,7 @@ def plan_model(model: Any, tokenizer: Any = None, *, progress: Progress | None =
         GateError: the model gives numbers that are not finite.
         SparseKVError: of the other kinds, for what cannot be planned.
     """
-    asked = PlanOptions(**options)
+    asked = PlanOptions(**cast(dict[str, Any], options))
     loaded = loaded_from(model, tokenizer, asked)
     warn_of_spinning(loaded.model.device)
     return compile_plan(job_of(loaded, asked, progress=progress), progress=progress).plan

@@ -16,9 +16,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack, cast
 
 import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.evaluation import EvalSamples, Mode, PlanMode, evaluate, opened
@@ -33,7 +34,15 @@ from sparsekv.planner.fixed_test import (
     divergence_bounds,
     level_of_run,
 )
-from sparsekv.planner.options import GivenPrompt, PlanOptions, Settled, digest_of_prompts, lengths_to_verify, settle
+from sparsekv.planner.options import (
+    GivenPrompt,
+    PlanArguments,
+    PlanOptions,
+    Settled,
+    digest_of_prompts,
+    lengths_to_verify,
+    settle,
+)
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.records import RunFile, versions
 from sparsekv.planner.tasks import Kit, Split, prepare
@@ -60,6 +69,7 @@ from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import device_name, dtype_name, has_soft_cap
 
+AnyModel = str | Path | LoadedModel | PreTrainedModel
 _TEXT, _LONG_TEXT = 64, 128  # tokens of dense's own text: of a few prompts, and of all where layers evict tokens
 _BROKEN_ROUNDING = 0.1  # nats
 DIAGNOSED = 8  # prompts of a task and length
@@ -229,12 +239,12 @@ def diagnose(
 
 
 def verify_plan(
-    model: Any,
+    model: AnyModel,
     plan: Plan | str | os.PathLike[str],
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[PlanArguments],
 ) -> Verification:
     """Tests a plan on held-out prompts beside dense, both phases together.
 
@@ -243,7 +253,7 @@ def verify_plan(
             tokenizer.
         plan: the plan, or the path of a plan file, which stays as it is.
         progress: where to report the stages; see `plan_model`.
-        **options: fields of `PlanOptions`, of which `verify`, `lengths`, `verify_tasks`, `batch`, `prefill_chunk`,
+        **options: of [PlanOptions](#planoptions) `verify`, `lengths`, `verify_tasks`, `batch`, `prefill_chunk`,
             `device`, `dtype` and `backend` are read; the plan's own lengths by default.
 
     Returns:
@@ -254,7 +264,7 @@ def verify_plan(
         GateError: the model without the plan gives numbers that are not finite.
         SparseKVError: of the other kinds, for what cannot be verified; nothing of a dense plan can.
     """
-    chosen = PlanOptions(**options)
+    chosen = PlanOptions(**cast(dict[str, Any], options))
     if chosen.verify == "none":
         raise UsageError("expected verify='small' or 'full', found 'none': nothing would be verified")
     if chosen.prompts:
@@ -271,7 +281,7 @@ def verify_plan(
     return verify(loaded, given, settled, run, progress)
 
 
-def loaded_from(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
+def loaded_from(model: AnyModel, tokenizer: PreTrainedTokenizerBase | None, options: PlanOptions) -> LoadedModel:
     """The model that a program passes: by name, loaded, or a model with its tokenizer.
 
     Raises:

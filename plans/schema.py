@@ -161,6 +161,12 @@ class Plan(Part):
     extensions: JsonObject = Field(default_factory=dict)
     integrity: Digest | None = None
 
+    def __repr__(self) -> str:
+        lengths = ", ".join(map(format_length, self.planned_lengths)) or "any length"
+        return f"Plan({self.status}, {self.model.id}, {lengths})"
+
+    __str__ = __repr__
+
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
         check_fit(self.model, self.prefill, self.decode, self.kv_cache or ())

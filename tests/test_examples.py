@@ -46,6 +46,18 @@ def test_the_one_for_transformers_takes_an_alias_and_a_plan(tmp_path, monkeypatc
         runpy.run_path(str(EXAMPLES / "with_transformers.py"), run_name="__main__")
 
 
+def test_the_demo_ends_in_its_answers_and_one_sentence():
+    ending = runpy.run_path(str(EXAMPLES / "demo.py"), run_name="demo")["ending"]
+    dense = {"text": " 7", "prefill_seconds": 4.0}
+    compared = {"text": " 7", "prefill_seconds": 2.0, "prefill_density": 0.12, "prefill_speedup": 2.0, "dense": dense}
+    *_, answers, blank, sentence = ending(compared, "7").splitlines()
+    assert (answers, blank) == ("sparse: 7  (prefill 2.00 s)", "")
+    assert sentence == (
+        "The plan computes 12% of prefill attention, answers as dense does, and its prefill takes 50% of dense's time."
+    )
+    assert "answers differently" in ending(compared | {"text": " 8"}, "7")
+
+
 def test_the_cells_of_the_notebook_run_in_their_order_and_it_holds_no_outputs(monkeypatch):
     cells = json.loads((EXAMPLES / "my_method.ipynb").read_text())["cells"]
     codes = [cell for cell in cells if cell["cell_type"] == "code"]

@@ -58,4 +58,5 @@ def test_the_site_builds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plan", sorted((ROOT / "zoo").glob("*.yaml")), ids=lambda plan: plan.name)
 def test_a_plan_of_the_zoo_is_sound_and_listed(plan: Path) -> None:
     assert load_plan(plan).planned_lengths
+    assert len(repr(load_plan(plan))) < 80
     assert f"({plan.name})" in (ROOT / "zoo" / "README.md").read_text()

@@ -13,7 +13,7 @@ from sparsekv import Plan
 
 
 def use(model: PreTrainedModel, path: Path) -> float | None:
-    plan = sparsekv.plan_model("./my-model", lengths="32k")
+    plan = sparsekv.plan_model("./my-model", lengths="32k", loss=0.01, retain="50%")
     assert_type(plan, Plan)
     sparsekv.write_plan(plan, path)
     result = sparsekv.verify_plan("./my-model", path)
@@ -24,6 +24,7 @@ def use(model: PreTrainedModel, path: Path) -> float | None:
 
 
 def misuse(model: PreTrainedModel, path: Path) -> None:
+    sparsekv.plan_model(model, lenghts="32k")  # type: ignore[call-arg]
     sparsekv.apply(model, path, exact="prefill")  # type: ignore[arg-type]
     try:
         print(sparsekv.load_plan(path).state)  # type: ignore[attr-defined]

@@ -59,6 +59,9 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     info: ModelInfo
 
+    def __repr__(self) -> str:
+        return f"LoadedModel({self.info.id}, {self.model.dtype}, {self.model.device})"
+
 
 def load_model(
     source: ModelSource | str | os.PathLike[str],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsekv.planner.options import TASKS, PlanOptions, density_for, lengths_up_to, settle
+from sparsekv.planner.options import TASKS, PlanArguments, PlanOptions, density_for, lengths_up_to, settle
 from sparsekv.planner.profile.search_space import aims
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.errors import UsageError
@@ -15,6 +15,12 @@ def test_texts_mean_what_they_mean_on_the_command_line() -> None:
     )
     assert (asked.lengths, asked.target_density, asked.filter_layers) == ((16384, 4096), (0.2, 0.4), (2, 8, 9))
     assert (asked.decode_budget, asked.tile) == (fraction(0.05), TileShape(query=64, key=64))
+
+
+def test_programs_give_every_option_that_is_explained_by_a_name_that_types_know() -> None:
+    parts = {name: (field.description, *field.metadata) for name, field, _ in PlanOptions.declared()}
+    explained = {name for name, own in parts.items() if own[0] or any(hasattr(part, "help") for part in own)}
+    assert explained <= {*PlanArguments.__annotations__} <= {*PlanOptions.model_fields}
 
 
 def test_the_tasks_are_those_there_are() -> None:

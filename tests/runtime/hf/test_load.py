@@ -52,6 +52,7 @@ def test_a_folder_loads_with_tokenizer_and_description(folder, dtype: str):
 def test_a_model_may_be_a_path_and_device_and_dtype_those_of_torch(folder):
     loaded = load_model(folder, device=torch.device("cpu"), dtype=torch.bfloat16)
     assert (loaded.info.id, loaded.model.dtype) == ("tiny", torch.bfloat16)
+    assert repr(loaded) == "LoadedModel(tiny, torch.bfloat16, cpu)"
     assert load_config(folder).model_type == "llama"
 
 
