@@ -48,6 +48,12 @@ def test_the_readme_is_a_page() -> None:
     assert len(table) <= 2 + 5, "one table of at most five rows"
 
 
+def test_the_docs_are_an_evening() -> None:
+    lines = {page: page.read_text().count("\n") for page in (ROOT / "docs").glob("*.md")}
+    assert sum(lines.values()) <= 2300
+    assert lines[ROOT / "docs" / "vllm.md"] <= 110
+
+
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     site = (sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path))
