@@ -43,6 +43,13 @@ class Thresholds:
         least = self.at(rows)
         return least is not None and tokens >= least
 
+    def least(self, lengths: Iterable[int]) -> int | None:
+        """The context from which requests of such lengths are sparse in one step; None where all are dense. As many as
+        a size counts have to be so long: shorter ones save nothing of what the step costs more."""
+        longest = sorted(lengths, reverse=True)
+        sizes = zip(reversed(self.rows), reversed(self.tokens), strict=True)
+        return next((least for rows, least in sizes if rows <= len(longest) and longest[rows - 1] >= least), None)
+
     def said(self, form: Callable[[int, int], str], between: str) -> str:
         return between.join(map(form, self.rows, self.tokens))
 
@@ -61,9 +68,12 @@ class Pays:
     decode: Thresholds = EVERYWHERE
     mixed: Thresholds | None = None  # decode in a step that is not captured, as beside prompts; None: as `decode`
 
+    def of_decode(self, captured: bool) -> Thresholds:
+        return self.decode if captured or self.mixed is None else self.mixed
+
     def decode_at(self, requests: int, captured: bool) -> int | None:
         """See `Thresholds.at`."""
-        return (self.decode if captured or self.mixed is None else self.mixed).at(requests)
+        return self.of_decode(captured).at(requests)
 
     def __str__(self) -> str:
         """As `parse` reads it, such as `prefill=18kx512,8kx4k decode=40kx1,11kx4 mixed=64kx4`."""

@@ -166,7 +166,7 @@ class BatchEngine(Engine):
         lengths_B = on_device(lengths)
         tables = [row.table_P for row in rows if row.table_P is not None]
         table_BP = torch.stack(tables) if tables else None
-        least = engine.pays.decode.at(len(rows))
+        least = engine.pays.decode.least(lengths)
         chosen = None
         if self._host is not None and table_BP is not None and self._host.chooses(lengths, least):
             chosen = self._host.begin(lengths_B, (), table_BP, None, least)

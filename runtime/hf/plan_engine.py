@@ -111,7 +111,7 @@ class PlanEngine(Engine):
     def step_phase(self, cache: Cache, lengths: tuple[int, ...]) -> Phase:
         if self.loop is not None:
             return Phase.CHECK
-        if not self.program.sparse or self.pays.decode.pays(len(lengths), max(lengths) + 1):
+        if not self.program.sparse or self.pays.decode.least(length + 1 for length in lengths) is not None:
             return Phase.DECODE
         # A dense step reads layers in host memory back as a whole, which costs more than a choice at any length.
         in_host_memory = any(type(layer.store) is HostStore for layer in attending(cache))

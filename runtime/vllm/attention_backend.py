@@ -375,8 +375,9 @@ class SparseBuilder(_Builder):
         alone, verifies = requests == len(lengths), host.queries > 1
         rows = starts[requests] if verifies else requests
         captured = alone and rows <= self._graph_rows
-        least = host.pays.decode_at(requests, captured)
-        chooses = decode.chooses([of_rows.stop - 1 for of_rows in seen], least)
+        rule, longest = host.pays.of_decode(captured), [of_rows.stop - 1 for of_rows in seen]
+        least = rule.least(longest)
+        chooses = decode.chooses(longest, least)
         if self._counts:
             decode.count(seen, host.counters, least)
             host.decodes_dense = not chooses
@@ -389,7 +390,7 @@ class SparseBuilder(_Builder):
         whole = captured and host.holds_dense
         chosen = decode.begin(lengths_B, prompts, table_BP, part_of, least, starts_X, rows, whole)
         # A graph of so many rows, where no length pays, holds the engine's kernel alone; one of more rows reads zeros.
-        return None if least is None else chosen
+        return None if rule.at(requests) is None else chosen
 
     @staticmethod
     def _report(host: EngineHost, prefilling: bool) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -104,10 +104,10 @@ def _split(
     """The rows of each request of a step; each row that decodes by itself, as each has logits."""
     counts = [end - first for first, end in pairwise(starts)]
     decodes = [0 < count <= host.queries and not prompt for count, prompt in zip(counts, prompts, strict=True)]
-    requests = max((number for number, is_decode in enumerate(decodes, 1) if is_decode), default=0)
+    least_decoded = host.pays.of_decode(captured=False).least(compress(lengths, decodes))
     for number, count in enumerate(counts):
-        length, rule = lengths[number], host.pays
-        least = rule.decode_at(requests, captured=False) if decodes[number] else rule.prefill.at(count)
+        length = lengths[number]
+        least = least_decoded if decodes[number] else host.pays.prefill.at(count)
         of_request_T = tokens[starts[number] : starts[number + 1]]
         is_sparse = least is not None and length >= least
         rows = Rows(of_request_T, length - count, _used(table[number], length), prompts[number], is_sparse, None)

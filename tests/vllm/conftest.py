@@ -25,6 +25,7 @@ if find_spec("vllm"):  # before anything imports it; elsewhere these would only 
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))  # what the contract names
 
+from vllm_drafters import beside, drafters, eagle3, mimo, repeated, retriever, suffixes, without  # noqa: F401 (fixtures)
 from vllm_engine import CROSSOVER, DECODE_BOUND, TILE, Oracle, make_engine
 
 from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
@@ -39,7 +40,7 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Drafters come last: they import numba, a module of which vLLM 0.32 fails at in every engine made behind that."""
-    items.sort(key=lambda item: item.path.stem == "test_drafters")
+    items.sort(key=lambda item: item.path.stem.startswith("test_drafters"))
 
 
 @pytest.fixture(scope="session")

@@ -2,44 +2,27 @@
 
 import os
 import random
-import sys
-from copy import deepcopy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from model_folders import write_eagle
-from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
-from vllm_engine import (
-    BUDGET,
-    DECODE_BOUND,
-    PAGES,
-    Oracle,
-    generate,
-    make_engine,
-    preemptions,
-    tokens_and_logprobs,
-    tokens_of,
-)
+from vllm_drafters import MTP, NGRAM, Drafters, accepted, engine
+from vllm_engine import BUDGET, PAGES, Oracle, generate, preemptions, tokens_and_logprobs, tokens_of
 from vllm_replay import assert_replayed, recorded
 
-from sparsekv.bench.serve import by_look_up
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import BlockSparse, fraction
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.paged.metrics import ServingStats
-from sparsekv.runtime.vllm.engine_host import serving_stats
+from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
 from sparsekv.runtime.vllm.internals import layers_so_far
 
 Prompts = dict[int, list[int]]
-Drafters = dict[str, dict[str, Any]]
 Alone = tuple[list[list[int]], ServingStats]  # answers, and what was counted
-NGRAM = by_look_up(3)
-MTP = {"method": "mtp", "num_speculative_tokens": 2}
 NEW = 16  # tokens of an answer
 DRAFTER = os.environ.get("FUZZ_DRAFTER", "ngram")
 FUZZ_FIRST, FUZZ_COUNT = (
@@ -47,109 +30,30 @@ FUZZ_FIRST, FUZZ_COUNT = (
 )
 
 
-def engine(folder: str, options: dict[str, Any], **settings: Any) -> Any:
-    hidden = sys.modules.pop("llvmlite.binding.ffi", None)  # vLLM 0.32 looks through all modules, and fails at this one
-    try:
-        settings = {"enable_prefix_caching": False} | settings
-        return make_engine(folder, additional_config={"sparsekv": options}, **settings)
-    finally:
-        if hidden is not None:
-            sys.modules["llvmlite.binding.ffi"] = hidden
-
-
-def accepted(llm: Any, count: str = "accepted_tokens") -> int:
-    """Tokens of drafts; "draft_tokens" with the rejected ones."""
-    name = f"vllm:spec_decode_num_{count}"
-    return next(metric.value for metric in llm.get_metrics() if metric.name == name)
-
-
 @pytest.fixture(scope="module")
-def repeated(prompts: Prompts) -> list[list[int]]:
-    """Prompts of mixed lengths that repeat themselves, so that drafts are accepted; two grow into another bucket."""
-    return [(prompts[200] * 12)[:length] for length in (1600, 300, 1525, 90, DECODE_BOUND - 11)]
-
-
-@pytest.fixture(scope="module")
-def retriever(reference: LoadedModel) -> str:
-    """The model of the plan."""
-    return str(reference.model.name_or_path)
-
-
-@pytest.fixture(scope="module")
-def alone(retriever: str, plan_file: Path, repeated: list[list[int]], kept_engines: list[Any]) -> Alone:
+def alone(without: Any, repeated: list[list[int]]) -> Alone:
     """The plan without a drafter, prompts one at a time."""
-    llm = engine(retriever, {"plan": str(plan_file)})
-    kept_engines.append(llm)
-    return [tokens_of(generate(llm, [prompt], NEW)[0]) for prompt in repeated], serving_stats(llm)
-
-
-@pytest.fixture(scope="module")
-def eagle(reference: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A drafter of one layer, which vLLM numbers behind the model's own."""
-    return str(write_eagle(reference.model.config, tmp_path_factory.mktemp("eagle")))
-
-
-@pytest.fixture(scope="module")
-def mimo(reference: LoadedModel, prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The model as MiMo, with biases of 0 and a layer of multi-token prediction (MTP), which vLLM numbers behind the
-    model's own. The layer drafts what follows the last token in a prompt: its attention and MLP add nothing to that."""
-    config, weights = deepcopy(reference.model.config), reference.model.state_dict()
-    config.architectures, config.num_nextn_predict_layers = ["MiMoForCausalLM"], 1
-    embedded_TD = weights["model.embed_tokens.weight"][prompts[200]]
-    last_TD = torch.nn.functional.rms_norm(embedded_TD[:-1], embedded_TD.shape[1:], eps=config.rms_norm_eps)
-    next_DD = torch.linalg.lstsq(last_TD, embedded_TD[1:], driver="gelsd").solution.T
-    for name, x in tuple(weights.items()):
-        if ".layers.0." in name:
-            adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-            weights[name.replace("layers.0.", "mtp_layers.0.")] = torch.zeros_like(x) if adds else x
-    for name, x in tuple(weights.items()):
-        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            weights[name.replace("weight", "bias")] = torch.zeros(len(x))
-    for norm in ("token", "hidden", "final"):
-        weights[f"model.mtp_layers.0.{norm}_layernorm.weight"] = torch.ones(len(next_DD))
-    weights["model.mtp_layers.0.input_proj.weight"] = torch.cat((torch.zeros_like(next_DD), next_DD), 1)
-    folder = tmp_path_factory.mktemp("mimo")
-    config.save_pretrained(folder)
-    reference.tokenizer.save_pretrained(folder)
-    save_file({name: x.clone() for name, x in weights.items()}, folder / "model.safetensors")
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def drafters(retriever: str, eagle: str) -> Drafters:
-    """What drafts. The draft model is the model itself, each of whose layers has the name and the shape of one of the
-    plan's."""
-    return {
-        "ngram": NGRAM,
-        "suffix": {"method": "suffix", "num_speculative_tokens": 3},
-        "draft_model": {"method": "draft_model", "model": retriever, "num_speculative_tokens": 3},
-        "eagle": {"method": "eagle", "model": eagle, "num_speculative_tokens": 3},
-        "mtp": MTP,
-    }
+    reset_stats(without)
+    return [tokens_of(generate(without, [prompt], NEW)[0]) for prompt in repeated], serving_stats(without)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("method", "layers"), [("ngram", 0), ("suffix", 0), ("draft_model", 12), ("eagle", 1), ("mtp", 1)]
+    ("method", "layers"), [("ngram", 0), ("suffix", 0), ("draft_model", 12), ("eagle3", 1), ("mtp", 1)]
 )
 def test_answers_are_those_without_a_drafter_at_the_same_cuts(
-    method: str, layers: int, retriever: str, plan_file: Path, alone: Alone, mimo: str, drafters: Drafters,
-    repeated: list[list[int]], kept_engines: list[Any],
-) -> None:  # fmt: skip
-    """One at a time: drafts take rows of a step, so that prompts together would be cut elsewhere."""
-    if method == "suffix":
-        pytest.importorskip("arctic_inference", reason="suffix decoding is by arctic-inference")
-    model = mimo if method == "mtp" else retriever
-    step = BUDGET + (method == "draft_model")  # of which vLLM leaves one to each request's drafts
-    beside = engine(model, {"plan": str(plan_file)}, speculative_config=drafters[method], max_num_batched_tokens=step)
-    kept_engines.append(beside)
-    attending = [layer.impl for layer in layers_so_far(beside.llm_engine.vllm_config).values()]
+    method: str, layers: int, beside: Callable[[str], Any], alone: Alone, repeated: list[list[int]]
+) -> None:
+    llm = beside(method)
+    attending = [layer.impl for layer in layers_so_far(llm.llm_engine.vllm_config).values()]
     assert [getattr(impl, "plan_host", None) is None for impl in attending] == [False] * 12 + [True] * layers
     answers, plain = alone
-    assert [tokens_of(generate(beside, [prompt], NEW)[0]) for prompt in repeated] == answers
-    least = {"draft_model": len(repeated) * NEW // 2, "eagle": -1}  # which is random
-    assert accepted(beside) > least.get(method, len(repeated))
-    stats = serving_stats(beside)
+    reset_stats(llm)
+    before = accepted(llm)
+    assert [tokens_of(generate(llm, [prompt], NEW)[0]) for prompt in repeated] == answers
+    least = {"draft_model": len(repeated) * NEW // 2, "eagle3": -1}  # which is random
+    assert accepted(llm) - before > least.get(method, len(repeated))
+    stats = serving_stats(llm)
     assert stats.sparse_tokens == plain.sparse_tokens > 3000
     assert stats.tiles_computed == plain.tiles_computed
     assert stats.decode_sparse >= plain.decode_sparse > 2 * NEW  # drafts that were rejected, too
@@ -256,7 +160,7 @@ def test_random_requests_have_the_answers_without_a_drafter(pair: tuple[Any, Any
         assert llm.reset_prefix_cache(), "pages are still taken"
         answers.append(ended)
         assert not preemptions(llm)
-    assert accepted(pair[1], "draft_tokens" if DRAFTER == "eagle" else "accepted_tokens") > 0  # eagle's are random
+    assert accepted(pair[1], "draft_tokens" if DRAFTER == "eagle3" else "accepted_tokens") > 0  # eagle3's are random
     for name, output in answers[1].items():
         (tokens, logprobs), (expected, of_expected) = map(tokens_and_logprobs, (output, answers[0][name]))
         assert tokens == expected

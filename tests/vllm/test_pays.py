@@ -68,12 +68,15 @@ def test_rows_decode_sparse_from_the_context_of_so_many_rows(engine: Any, host: 
     alone = serving_stats(engine)
     assert (alone.decode_sparse, alone.decode_dense) == (0, NEW - 1)
     generate(engine, [prompts[1100], prompts[2000]])
-    both = serving_stats(engine).since(alone)
-    assert 0 < both.decode_sparse <= NEW - 1
+    mixed = serving_stats(engine).since(alone)
+    assert (mixed.decode_sparse, mixed.decode_dense) == (0, 2 * (NEW - 1))  # one alone saves too little
+    generate(engine, [prompts[1500], prompts[2000], prompts[1100]])
+    both = serving_stats(engine).since(alone).since(mixed)
+    assert NEW - 1 <= both.decode_sparse <= 2 * (NEW - 1)
     assert both.decode_dense >= NEW - 1
     host.pays = Pays(mixed=Thresholds())  # no step is captured here
     generate(engine, [prompts[2000]])
-    assert serving_stats(engine).since(alone).since(both).decode_sparse == 0
+    assert serving_stats(engine).since(alone).since(mixed).since(both).decode_sparse == 0
 
 
 def test_rows_that_choose_beside_rows_that_may_not_are_answered_alike(

@@ -20,7 +20,7 @@ from sparsekv.runtime.vllm.engine_host import serving_stats
 FUZZ_FIRST, FUZZ_COUNT = (
     int(os.environ.get(name, default)) for name, default in (("FUZZ_FIRST", 100), ("FUZZ_COUNT", 30))
 )
-SESSION = 9  # a seed of two agents, in which all of it happens but for a preemption
+SESSION = 1  # a seed of two agents, in which all of it happens but for a preemption
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekv.plans.errors import UsageError
-from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds, contexts, measure, parse
+from sparsekv.runtime.core.pays import ALWAYS, EVERYWHERE, NEVER, Pays, Thresholds, contexts, measure, parse
 
 LENGTHS = contexts(2048, 131072)
 SIZES = (128, 512, 2048, 8192, 16384)
@@ -109,6 +109,21 @@ def test_decode_beside_prompts_has_thresholds_of_its_own():
     ]
     assert rule.told.endswith("from 16k tokens x 1, 8k tokens x 4; sparse decode beside prompts from 64k tokens x 4")
     assert ALWAYS.decode_at(1, captured=False) == 0
+
+
+def test_a_step_is_sparse_from_where_as_many_of_its_requests_as_a_size_counts_are_so_long():
+    source, rule = random.Random(0), Thresholds((1, 3, 8), (40_000, 16_000, 5_000))
+    seen = set()
+    for _ in range(300):
+        lengths = [source.choice((100, 6_000, 20_000, 50_000)) for _ in range(source.randrange(1, 12))]
+        sizes = zip(rule.rows, rule.tokens, strict=True)
+        least = [tokens for rows, tokens in sizes if sum(length >= tokens for length in lengths) >= rows]
+        assert rule.least(lengths) == (least[-1] if least else None)
+        seen.add(rule.least(lengths))
+        alike = rule.least([lengths[0]] * len(lengths))
+        assert alike == (rule.at(len(lengths)) if rule.pays(len(lengths), lengths[0]) else None)
+    assert seen == {None, *rule.tokens}
+    assert (Thresholds().least([9]), EVERYWHERE.least([9]), EVERYWHERE.least([])) == (None, 0, None)
 
 
 def test_always_and_never_are_words():
