@@ -27,10 +27,11 @@ PYTHONS := $(foreach v,3.11 3.12 3.13 3.14,$(if $(shell python$(v) -c 'print(1)'
 FAST := tests/plans tests/test_layers.py tests/cli/test_plan_choice.py
 EXTRAS := gpu flash vllm report spread virtual gguf test
 
-.PHONY: help setup setup-vllm test lint unit test-slow demo real test-vllm test-vllm-v1 test-vllm-v2 pythons extras dist clean
+.PHONY: help setup setup-vllm test lint unit test-slow site demo real test-vllm test-vllm-v1 test-vllm-v2 pythons extras dist clean
 
 help:
 	@echo "make test   set up, lint and run the tests (no GPU needed)"
+	@echo "make site   build the pages of docs/ as a site"
 	@echo "make demo   set up, plan the reference model and ask it a question with and without the plan"
 	@echo "make real   set up, fetch SmolLM2-135M-Instruct (93 MB), plan it and talk with it with and without the plan"
 	@echo "make test-slow   run the slow tests that rarely break, such as kernels compiled for absent GPUs"
@@ -71,6 +72,10 @@ unit: $(READY)
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not gpu' -n $(WORKERS)
+
+# The pages of docs/ as a site, in site/.
+site: $(READY)
+	$(BIN)/mkdocs build --strict
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -129,4 +134,4 @@ dist: $(READY)
 	$(BIN)/python tools/build_dist.py $(FETCH)
 
 clean:
-	rm -rf $(VENV) $(VLLM) .venv-3.* .mypy_link .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .real build dist *.egg-info
+	rm -rf site $(VENV) $(VLLM) .venv-3.* .mypy_link .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .real build dist *.egg-info

@@ -1,4 +1,4 @@
-"""What the README promises, typed as it stands there, on the model that ships: a plan, and the right answer with it."""
+"""What README promises, on the model that ships: a plan, and the right answer with it."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.files import load_plan
 
-# As typed in the README, on a short length, few samples and without its test, whose 288 prompts take minutes.
+# On a short length, few samples and without its test, whose 288 prompts take minutes.
 SHORT = ("--lengths", "1k", "--set", "tasks=niah_single", "--set", "calibration_samples=1", "--no-verify")
 SHORT = (*SHORT, "--device", "cpu")
 
