@@ -14,8 +14,8 @@ the unmodified model reads each text in one pass. Two texts are fed after each p
    not, and divergence and top-1 agreement are measured on it as well, apart from the answer's.
 
 A sample may be a conversation: its turns run as a user's do, prompts as prefill and the replies between them token by
-token, and the answer is that to the last prompt. No prefill is shared then, since each mode has replies of its own in
-its cache.
+token, and the answer is that to the last prompt. Every other later prompt of a plan is dense behind the sparse ones, as
+a host runs turns of few tokens. No prefill is shared then, since each mode has replies of its own in its cache.
 
 Logits count from the first row that the mode computed itself: with decode alone, the prompt's last row is dense's own
 and would dilute the divergence. With prefill alone, the rows after the prompt attend to all of a cache that was
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,7 +60,7 @@ from sparsekv.planner.evaluation.results import Comparison, EvalResult, LongText
 from sparsekv.planner.progress import Progress, StageStep, prefill_work
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.errors import PromptError
-from sparsekv.runtime.hf.apply import Handle
+from sparsekv.runtime.hf.apply import Handle, dense_prompts
 from sparsekv.runtime.hf.cache import handed_over, keeps_keys, put_back, states_of
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.generate import check_numbers
@@ -262,6 +262,9 @@ class _Applied:
         self.prefilled_by, self.dense_prefill = mode.prefilled_by, mode.dense_prefill
         self.dense_decode, self.unmodified_decode = mode.phase == "prefill", mode.unmodified_decode
         self.handle, self._keeps_steps = handle, keeps_steps
+        self.dense_prompts: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if mode.plan.prefill is None else partial(dense_prompts, handle)
+        )
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
@@ -368,7 +371,9 @@ class _Run:
     ) -> tuple[list[torch.Tensor], Spent, _Source]:
         """Logits for each text, what was computed, and where the next mode goes on from."""
         with mode.running(self.loaded.model) as spent:
-            source = source or _Source(prefill_turns(self.loaded.model, self.batch, self.chunk), mode, spent())
+            if source is None:
+                dense = mode.dense_prompts if isinstance(mode, _Applied) else nullcontext
+                source = _Source(prefill_turns(self.loaded.model, self.batch, self.chunk, dense), mode, spent())
             read = [] if _decodes_unmodified(mode) else self._read(mode, source, last)
             computed = replace(spent(), tiles=source.spent.tiles, causal_tiles=source.spent.causal_tiles)
         if _decodes_unmodified(mode):

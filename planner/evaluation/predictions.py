@@ -8,7 +8,7 @@ continuation, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -148,15 +148,18 @@ def prefill(model: Any, ids_BS: torch.Tensor, chunk: int | None, keep: int = 1, 
     return Prefilled(torch.cat(logits, 1), cache)
 
 
-def prefill_turns(model: Any, batch: Batch, chunk: int | None) -> Prefilled:
+def prefill_turns(
+    model: Any, batch: Batch, chunk: int | None, dense: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Prefilled:
     """Runs the prompts of a batch, and of a conversation each reply token by token, as it is generated, and the prompt
-    behind it."""
+    behind it: the second such prompt, the fourth and so on under `dense`."""
     prompts = prefill(model, batch.prompt_BS, chunk)
-    for reply_BR, prompt_BS in batch.later:
+    for turn, (reply_BR, prompt_BS) in enumerate(batch.later):
         with without_plans():
             for token_B1 in reply_BR.split(1, 1):
                 model(input_ids=token_B1, use_cache=True, **cache_inputs(model, prompts.cache, token_B1))
-        prompts = prefill(model, prompt_BS, chunk, cache=prompts.cache)
+        with dense() if turn % 2 else nullcontext():
+            prompts = prefill(model, prompt_BS, chunk, cache=prompts.cache)
     return prompts
 
 

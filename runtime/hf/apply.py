@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from types import TracebackType, UnionType
@@ -20,7 +21,7 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import IndexSharing
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import KVDtype, format_ids
-from sparsekv.runtime.core.pays import Pays, parse
+from sparsekv.runtime.core.pays import NEVER, Pays, parse
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.attach import attach, check_attachable, check_runnable
@@ -278,6 +279,17 @@ class Handle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def dense_prompts(handle: Handle) -> Iterator[None]:
+    """Prompts run dense meanwhile, as a rule has those that sparse attention is not faster for."""
+    engine = handle._engine
+    pays, engine.pays = engine.pays, replace(engine.pays, prefill=NEVER.prefill)
+    try:
+        yield
+    finally:
+        engine.pays = pays
 
 
 class SharingHandle(Handle):

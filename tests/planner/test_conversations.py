@@ -13,6 +13,7 @@ from sparsekv.planner.evaluation import PlanMode, compare, opened
 from sparsekv.planner.tasks import Sample, Turn
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.schema import Plan
+from sparsekv.runtime.core.pays import ALWAYS, NEVER
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
@@ -24,14 +25,14 @@ RULES = {"segments": (SPARSE, ()), "dropped tokens": (None, (drops((1, 2), 24, g
 
 
 def conversations(count: int = 2) -> list[Sample]:
-    """Of no task: a prompt, a reply of five tokens, a prompt, an answer of four."""
+    """Of no task: a prompt, twice a reply of five tokens and a prompt, an answer of four."""
     rng = np.random.default_rng(3)
 
     def drawn(tokens: int) -> Any:
         return rng.integers(1, 90, tokens, np.int32)
 
-    turns = [(drawn(PROMPT), drawn(4), Turn(drawn(5), drawn(140))) for _ in range(count)]
-    return [Sample(prompt, answer, "", "own", PROMPT + 149, (turn,)) for prompt, answer, turn in turns]
+    turns = [(drawn(PROMPT), drawn(4), *(Turn(drawn(5), drawn(140)) for _ in range(2))) for _ in range(count)]
+    return [Sample(prompt, answer, "", "own", PROMPT + 294, tuple(later)) for prompt, answer, *later in turns]
 
 
 def by_hand(loaded: LoadedModel, sample: Sample, chunk: int | None, plan: Plan | None, **phases: bool) -> torch.Tensor:
@@ -49,11 +50,16 @@ def by_hand(loaded: LoadedModel, sample: Sample, chunk: int | None, plan: Plan |
     def prompt(ids: Any) -> None:
         ran(ids, piece_sizes(len(ids), chunk) if chunk else [len(ids)])
 
-    with nullcontext() if plan is None else apply(model, plan, sparse="always", **phases), torch.no_grad():
+    applied = nullcontext() if plan is None else apply(model, plan, sparse="always", **phases)
+    with applied as handle, torch.no_grad():
         prompt(sample.prompt_ids)
-        for turn in sample.later:
+        for number, turn in enumerate(sample.later):
             ran(turn.reply_ids, [1] * len(turn.reply_ids))
+            if handle is not None:
+                handle._engine.pays = NEVER if number == 1 else ALWAYS
             prompt(turn.prompt_ids)
+            if handle is not None:
+                handle._engine.pays = ALWAYS
         ran(sample.answer_ids, [1] * len(sample.answer_ids))
     return torch.cat(rows[-len(sample.answer_ids) - 1 :], 1)[0].float().log_softmax(-1)
 
