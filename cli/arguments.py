@@ -89,8 +89,8 @@ class Subjects(OwnMethods):
     plan: Annotated[
         Path | None,
         Flag(
-            "The plan, or a folder or hub repository of plans, of which the best one for model and device is taken; by "
-            "default that in the model's folder or repository.",
+            "The plan, or a folder or hub repository of plans, from which the best for model and device is taken. By "
+            "default the one in the model's folder or repository.",
             metavar="FILE",
         ),
     ] = None
@@ -123,9 +123,9 @@ class PlacementFlags(Options):
         OffloadMode | int | tuple[int, ...],
         text(_offloaded),
         Flag(
-            "Layers whose keys and values are in host memory: of those that the plan permits as few as it takes for "
-            "the device to hold the rest (auto), all or none; or N layers, or layers such as 4-7,9, whatever the plan "
-            "permits, which dense decode reads back at every step. On a CPU it saves nothing. auto by default.",
+            "Layers with keys and values in host memory: of permitted ones as few as the device needs (auto), all, or "
+            "none. N, or layers such as 4-7,9, need no permission; dense decode reads them back at every step. On a "
+            "CPU it saves nothing.",
             metavar="auto|always|never|N|LAYERS",
         ),
     ] = "auto"

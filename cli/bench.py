@@ -56,8 +56,8 @@ def kernels(flags: KernelFlags) -> None:
     """Index building and sparse attention of one layer on planted structure.
 
     `asked` is the density asked for, `density` what was computed; `whole` is index and attention timed as one.
-    `mass` is the share of the softmax that the computed positions hold on sampled rows, `error` the largest difference
-    from float32 attention over the same index.
+    `mass` is the computed positions' share of the softmax on sampled rows. `error` is the largest difference from
+    float32 attention over the same index.
     """
     print_rows(measure_kernels(flags), as_json=flags.as_json)
 
@@ -118,9 +118,9 @@ class HeadlineFlags(Timed, Output):
 def headline(flags: HeadlineFlags) -> None:
     """Shapes with random weights: kernels, prefill, decode, drafts; `bench own` has the figures of a model's own plan.
 
-    Attention of a layer and whole prompts at the share that plans of real models came to at that length, which the rows
-    name; attention also at a density of 0.05. Tokens by a plan that reads such a share; and tokens that it drafts and
-    dense attention checks, where 97.5% of drafts are taken to count.
+    Attention and whole prompts run at the share that plans of real models have at that length; each row names it.
+    Attention also runs at density 0.05. Tokens run by a plan of that share, and with exact output, where 97.5% of
+    drafts are taken as accepted.
     """
     from sparsekv.bench.random_model import describe_named
     from sparsekv.bench.real_shares import share_at

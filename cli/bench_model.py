@@ -289,7 +289,7 @@ class ServeFlags(Benched, HandPrefill, HandDecode, Timed, Output):
     answer: Annotated[Count, Key("Tokens of an answer; 64 by default.", "N")] = 64
     requests: Annotated[Count | None, Key("In all; as many as at once by default.", "N")] = None
     per_minute: Annotated[Counts, Key("Requests that come at random in a minute; each is a row.", "LIST")] = ()
-    step_tokens: Annotated[OneLength, Key("Of a step at most (max_num_batched_tokens); 8k by default.", "N")] = 8192
+    step_tokens: Annotated[OneLength, Key("Most tokens of a step (max_num_batched_tokens); 8k by default.", "N")] = 8192
     alone: Annotated[bool, Key("One engine at a time, for loads that do not fit the device twice.", "true")] = False
     tensor_parallel: Annotated[Count, Key("GPUs of each engine, one engine at a time; 1 by default.", "N")] = 1
     kv_dtype: KVPrecision = "auto"

@@ -43,7 +43,7 @@ class OwnFlags(Options):
     ] = Path("own.json")
     half: Annotated[
         Literal["both", "transformers", "vllm"],
-        Key("Of the figures: both, or the half that is measured here.", "both|transformers|vllm"),
+        Key("Measure in both hosts, or in one of them.", "both|transformers|vllm"),
     ] = "both"
 
 

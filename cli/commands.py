@@ -95,7 +95,7 @@ def command(run: Callable[[Any], None]) -> Callable[..., None]:
 
 
 def _set_keys() -> Iterator[inspect.Parameter]:
-    help = "Set what has no flag of its own; may be repeated."
+    help = "Set an option that has no flag; may be repeated."
     option = typer.Option("--set", metavar="KEY=VALUE", help=help, show_default=False, rich_help_panel=_KEYS)
     annotation = Annotated[list[str] | None, option]
     yield inspect.Parameter("set_keys", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

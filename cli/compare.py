@@ -46,14 +46,14 @@ class CompareFlags(Options):
     ] = ()
     phase: Annotated[
         Literal["prefill", "decode", "eviction"],
-        Flag("What is compared is sparse in it alone.", metavar="prefill|decode|eviction"),
+        Flag("Compare methods of this phase; the other is dense.", metavar="prefill|decode|eviction"),
     ] = "prefill"
     at: Annotated[
         Literal["time"] | tuple[Share, ...],
         text(_held_to),
         Flag(
-            "Shares that all are held to: of tiles, of tokens read, or of bytes; or `time`, that of the plan for a "
-            "prompt, or for a step of filter rules and plans. By default the share of the plan.",
+            "Shares of tiles, of tokens read or of bytes at which all methods run; or `time`, the plan's time for a "
+            "prompt or step. By default the share of the plan.",
             metavar="SHARES|time",
         ),
     ] = ()
@@ -77,10 +77,10 @@ class CompareFlags(Options):
 
 
 def compare(flags: CompareFlags) -> None:
-    """Hold methods to one share of what dense computes, or to one time, and say what each loses on the same prompts.
+    """Compare methods with a plan at one share or one time, on the same prompts.
 
-    The plan (or one that is compiled from a profile, or else the first method) stands beside dense and all others:
-    score, with paired intervals, divergence, share and time. Ends in how it stands to the nearest of them.
+    Prints score with paired intervals, divergence, share and time, beside dense. Without --plan, a plan is compiled
+    from the profile, or the first method takes its place. The last line compares the plan with the nearest method.
     """
     with only_writer(flags.out):
         _compare(flags)

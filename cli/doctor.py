@@ -77,8 +77,10 @@ class DoctorFlags(PlacementFlags, Device, Output):
 
 
 def doctor(flags: DoctorFlags) -> None:
-    """Print what is installed, what the device can do, which kernel backend runs on it and why not the others; with
-    a MODEL which plans fit it here, exit 1 where none does; or with --memory what a run takes."""
+    """Print installed versions, the device, and which kernel backends run on it and why others do not.
+
+    With a MODEL it prints the plans that fit, and exits 1 if none does. With --memory it prints the memory of a run.
+    """
     machine = settings_of(flags)
     if flags.target is not None:
         _say_fitting(flags.target, flags.plan, machine.device, flags.as_json)

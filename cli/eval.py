@@ -95,9 +95,9 @@ class EvalFlags(Subjects, Drawn, Hardware, Output):
 def evaluate(flags: EvalFlags) -> None:
     """Measure the tasks on held-out samples, or own prompts: answers by exact match, text by perplexity.
 
-    Without a plan (--plan, or sparsekv.yaml in the model's folder or hub repository) dense is measured alone. With
-    --suite ruler the tasks of RULER are run by its names, sizes and metric: dense and plan generate freely, and what
-    each task loses is told, worst first.
+    Without a plan (--plan, or sparsekv.yaml in the model's folder or hub repository) dense is measured alone. --suite
+    ruler runs RULER's tasks by its names, sizes and metric. Dense and plan generate freely, and the losses of tasks are
+    printed, the largest first.
     """
     subject = flags.subject
     unread = next(filter(flags.is_given, _OF_PLAN), None)

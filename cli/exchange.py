@@ -31,9 +31,7 @@ def import_settings(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Of another tool.", show_default=False)],
     model: Annotated[
         str,
-        typer.Option(
-            "--model", "-m", metavar="NAME", help="That it is for, of which config.json is read; or a plan of it."
-        ),
+        typer.Option("--model", "-m", metavar="NAME", help="The model, of which config.json is read; or a plan of it."),
     ],
     out: Annotated[
         Path | None,
@@ -48,8 +46,8 @@ def import_settings(
 ) -> None:
     """Make a plan of another tool's settings.
 
-    What the file does not say is taken from that method's publication, and told. The plan is `imported`: nothing of it
-    was measured; `verify --write` does that.
+    Missing settings come from that method's publication, and each is printed. The plan is `imported`: nothing was
+    measured; `verify --write` does that.
     """
     out = out or default_plan(load_plan(plan_file(Path(model))).model.id if _is_plan(model) else model)
     check_replaceable(out, "--out", "plan")

@@ -61,8 +61,8 @@ class PlanFlags(PlanFiles, PlanOptions, OwnMethods, Output):
 def plan(flags: PlanFlags) -> None:
     """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan.
 
-    A plan that loses too much is made denser, at last dense, so that one always comes out; its status says whether it
-    passed its test.
+    A plan that loses too much is replaced by a denser one, at last by a dense one. Its status says whether it passed
+    its test.
     """
     started = time.monotonic()
     resolve_model(flags.model)  # before the files: where there is no model, a plan finds no folder of it either

@@ -229,8 +229,8 @@ def _together(errors: Sequence[PlanError | UsageError]) -> SparseKVError:
 def seal(plan: PlanArgument, as_json: Json = False) -> None:
     """Renew the digest of an edited plan.
 
-    It becomes `unverified`, whatever status was written into it, and loses its quality and its cost: nobody has
-    measured what it says now. `verify --write` measures quality again; cost comes from `plan` alone.
+    The plan becomes `unverified` and loses its quality and cost, which were measured before the edit. `verify --write`
+    measures quality again; cost comes from `plan` alone.
     """
     sealed = seal_file(plan)
     if as_json:

@@ -63,17 +63,16 @@ class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
     exact: Annotated[
         Literal["all", "decode"] | None,
         Flag(
-            "The output of dense attention, rounding aside: the plan drafts the answer, and dense attention checks it; "
-            "prefill is dense (all), or by the plan (decode). See docs/exact.md."
+            "Dense attention's output up to rounding: the plan drafts, and dense attention verifies. Prefill is dense "
+            "(all), or by the plan (decode). See docs/exact.md."
         ),
     ] = None
     sparse: Annotated[
         str,
         text(_rule),
         Flag(
-            "Where the plan is executed: where it is measured to be faster on this GPU, once (auto; on a CPU all of it "
-            "but prefill of less than a tile of rows), everywhere, nowhere, or by such a rule: "
-            "'prefill=18kx512,8kx4k decode=40kx1,11kx4' (context x rows of a chunk or step).",
+            "Where the plan runs. auto: where it is faster, measured once on a GPU; on a CPU for a tile of rows or "
+            "more. A rule is context x rows of a chunk or step: 'prefill=18kx512,8kx4k decode=40kx1,11kx4'.",
             metavar="auto|always|never|RULE",
         ),
     ] = "auto"

@@ -82,8 +82,8 @@ class Drawn(Options):
     tasks: Annotated[
         Tasks,
         Key(
-            f"Tasks, of {', '.join(TASKS)}; by default the first {len(DEFAULT_TASKS)}, for `plan` quotations, plain "
-            "text and the retrieval that the model can answer.",
+            f"Tasks: {', '.join(TASKS)}. By default the first {len(DEFAULT_TASKS)}; `plan` takes quotations, text, and "
+            "the retrieval that the model can answer.",
             "NAMES",
         ),
     ] = ()
@@ -197,8 +197,8 @@ class Targets(Options):
         float,
         Field(ge=0.0, allow_inf_nan=False),
         Flag(
-            f"Most divergence from dense to plan for, both phases together; {LOSS:g} by default, half of what the test "
-            "allows.",
+            f"Divergence from dense that a plan may have, both phases together; {LOSS:g} by default, half of the "
+            "test's bound.",
             metavar="NATS",
         ),
     ] = LOSS

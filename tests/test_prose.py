@@ -13,7 +13,7 @@ from sparsekv.plans.files import load_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-GENERATED = ("commands.md", "api.md", "provenance.md")  # from help texts, docstrings and files of figures
+GENERATED = ("api.md", "provenance.md")  # from docstrings and files of figures
 PAGES = [README, *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in GENERATED)]
 
 
