@@ -126,11 +126,7 @@ CLASSES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 """vLLM's own backend, implementation and metadata builder, by device."""
 OF_DEVICE: Mapping[str, Places] = MappingProxyType(
     {
-        "cpu": {
-            "vllm.v1.attention.backends.cpu_attn": ("_get_attn_isa", "envs", "ops"),
-            "vllm.envs": ("VLLM_CPU_ATTN_SPLIT_KV",),
-            "vllm._custom_ops": ("cpu_attention_with_kv_cache", "cpu_attn_get_scheduler_metadata"),
-        },
+        "cpu": {},
         "cuda": {"vllm.v1.attention.backends.flash_attn": ("flash_attn_varlen_func", "get_flash_attn_version")},
     }
 )

@@ -57,66 +57,6 @@ class OnCpu:
         """The same rows: those that choose are computed in vain."""
         return metadata
 
-    @staticmethod
-    def attention(
-        q_THD: torch.Tensor,
-        cache: torch.Tensor,
-        table_BP: torch.Tensor,
-        lengths: Sequence[int],
-        scale: float,
-        out_THD: torch.Tensor,
-        scales: Scales | None = None,
-        softmax: Softmax = PLAIN,
-    ) -> Callable[[], Any]:
-        """A launch of the kernel that an engine attends by, causal, of the last rows of requests.
-
-        Args:
-            cache: of a layer, as `empty_cache` makes it.
-            lengths: tokens of each request, its rows included.
-            out_THD: where each launch writes its result.
-            scales: of a cache in e4m3, and of queries that are in that as well.
-        """
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa, envs, ops
-
-        (_, heads, size), (pages, kv_heads, tokens, _) = q_THD.shape, cache.shape
-        keys, values = cache.view(pages, kv_heads, 2 * tokens, size).chunk(2, dim=2)
-        starts, lengths_B, _ = _requests(q_THD, lengths)
-        stored: dict[str, Any] = {} if scales is None else {"kv_cache_dtype": "fp8"}
-        by = {} if scales is None else {"k_scale": float(scales.k_G[0]), "v_scale": float(scales.v_G[0])}  # of a tensor
-        schedule = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(lengths),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=size,
-            seq_lens=lengths_B,
-            dtype=q_THD.dtype,
-            query_start_loc=starts,
-            causal=True,
-            sliding_window_size=-1,
-            isa=_get_attn_isa(q_THD.dtype, tokens, size),
-            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-            **stored,
-        )
-        return partial(
-            ops.cpu_attention_with_kv_cache,
-            query=q_THD,
-            key_cache=keys,
-            value_cache=values,
-            output=out_THD,
-            query_start_loc=starts,
-            seq_lens=lengths_B,
-            scale=scale,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=table_BP,
-            softcap=softmax.cap,
-            scheduler_metadata=schedule,
-            s_aux=softmax.sinks_H,
-            **stored,
-            **by,
-        )
-
 
 class OnCuda:
     """vLLM on an NVIDIA GPU: its FlashAttention backend where there is a plan, and by the name CUSTOM."""
@@ -170,6 +110,14 @@ class OnCuda:
         scales: Scales | None = None,
         softmax: Softmax = PLAIN,
     ) -> Callable[[], Any]:
+        """A launch of the kernel that an engine attends by, causal, of the last rows of requests.
+
+        Args:
+            cache: of a layer, as `empty_cache` makes it.
+            lengths: tokens of each request, its rows included.
+            out_THD: where each launch writes its result.
+            scales: of a cache in e4m3, and of queries that are in that as well.
+        """
         from vllm.v1.attention.backends.flash_attn import flash_attn_varlen_func, get_flash_attn_version
 
         starts, lengths_B, rows = _requests(q_THD, lengths)

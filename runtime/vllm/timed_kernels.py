@@ -23,7 +23,7 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.core.pays import Pays, parse
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.stats import Meter
-from sparsekv.runtime.core.timed_layers import Launch, RuleFile, TimedLayers, Timers, rule_key
+from sparsekv.runtime.core.timed_layers import Launch, RuleFile, TimedLayers, Timer, Timers, rule_key
 from sparsekv.runtime.model_config import device_name
 from sparsekv.runtime.paged.step_rows import DecodeRows
 from sparsekv.runtime.settings import cache_folder
@@ -156,11 +156,7 @@ class EngineLayers(TimedLayers):
     def _mixed_gain(self, rows: int, length: int) -> float:
         dense_us, *sparse = self._replayed(rows, length, 0)
         if not self.issued:  # at any size and context alike
-            launches = self._launches(rows, length, 0, captured=False)[1:]
-            try:
-                self.issued.extend(self.timers.issued(launches, self.device))
-            except torch.OutOfMemoryError:  # other ranks make no more launches, for which this one would wait
-                self.issued.extend([math.nan] * len(launches))
+            self.issued.extend(self._timed(self.timers.issued, self._launches(rows, length, 0, captured=False)[1:]))
         dense_us, ours_us = self.step_us([dense_us, *map(max, sparse, self.issued)])
         return dense_us / ours_us
 
@@ -191,15 +187,18 @@ class EngineLayers(TimedLayers):
         return whole, ours
 
     def _replayed(self, rows: int, length: int, least: int | None) -> list[float]:
-        """Microseconds of each of `_launches` in a graph; nan where this rank has no memory for it."""
+        """Microseconds of each of `_launches` in a graph."""
         key = rows, length, least
         if key not in self.replays:
-            launches = self._launches(*key)
-            try:
-                self.replays[key] = [*self.timers.replayed(launches, self.device)]
-            except torch.OutOfMemoryError:
-                self.replays[key] = [math.nan] * len(launches)
+            self.replays[key] = self._timed(self.timers.replayed, self._launches(*key))
         return self.replays[key]
+
+    def _timed(self, timer: Timer, launches: Sequence[Launch]) -> list[float]:
+        """nan where this rank has no memory for it: others make no more launches, for which this one would wait."""
+        try:
+            return [*timer(launches, self.device)]
+        except torch.OutOfMemoryError:
+            return [math.nan] * len(launches)
 
     def _launches(self, rows: int, length: int, least: int | None, captured: bool = True) -> list[Launch]:
         """A dense layer of a decode step, and one of each kind by the plan, which the engine captures or launches;

@@ -43,6 +43,14 @@ def engine(folder: str, options: dict[str, Any], **settings: Any) -> Any:
             sys.modules["llvmlite.binding.ffi"] = hidden
 
 
+def by_size(drafter: dict[str, Any]) -> dict[str, Any]:
+    """A drafter that drafts fewer tokens for more requests; by suffixes vLLM 0.32 asks for as many always."""
+    if drafter["method"] == "suffix":
+        return drafter
+    sizes = [(1, 3, drafter["num_speculative_tokens"]), (4, 8, 1)]
+    return drafter | {"num_speculative_tokens_per_batch_size": sizes}
+
+
 def accepted(llm: Any, count: str = "accepted_tokens") -> int:
     """Tokens of drafts; "draft_tokens" with the rejected ones. vLLM's own metric counts for the engine that was made
     last."""
@@ -191,11 +199,7 @@ def beside(
 
     def of(name: str) -> Any:
         if name not in made:
-            drafter = drafters[name]
-            if name != "suffix":  # which vLLM 0.32 gives as many always
-                by_size = [(1, 3, drafter["num_speculative_tokens"]), (4, 8, 1)]
-                drafter = drafter | {"num_speculative_tokens_per_batch_size": by_size}
-            model = mimo if name == "mtp" else retriever
+            drafter, model = by_size(drafters[name]), mimo if name == "mtp" else retriever
             made[name] = engine(model, {"plan": str(plan_file)}, speculative_config=drafter, **ALIKE)
             kept_engines.append(made[name])
         return made[name]

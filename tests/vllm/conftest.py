@@ -122,6 +122,18 @@ def unfreeze() -> Iterator[Callable[[], None]]:
         yield given
 
 
+@pytest.fixture(scope="session", autouse=not torch.cuda.is_available())
+def timed_kernel() -> Iterator[None]:
+    """What engines time on a GPU alone."""
+    from vllm_cpu_kernel import attention
+
+    from sparsekv.runtime.vllm.devices import OnCpu
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OnCpu, "attention", staticmethod(attention), raising=False)
+        yield
+
+
 @pytest.fixture
 def engine(llm: Any) -> Any:
     """The engine with nothing cached and nothing counted."""

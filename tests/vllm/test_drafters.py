@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
-from vllm_drafters import MTP, NGRAM, Drafters, accepted, engine
+from vllm_drafters import MTP, NGRAM, Drafters, accepted, by_size, engine
 from vllm_engine import BUDGET, PAGES, Oracle, generate, preemptions, tokens_and_logprobs, tokens_of
 from vllm_replay import assert_replayed, recorded
 
@@ -124,12 +124,12 @@ def pair(
     for more requests."""
     path = tmp_path_factory.mktemp("decode") / "plan.yaml"
     write_plan(plan.model_copy(update={"prefill": None}), path)
-    most: int = drafters[DRAFTER]["num_speculative_tokens"]
-    drafter = drafters[DRAFTER] | {"num_speculative_tokens_per_batch_size": [(1, 3, most), (4, 8, 1)]}
+    drafter = by_size(drafters[DRAFTER])
     model = mimo if DRAFTER == "mtp" else retriever
     settings = {"enable_prefix_caching": True, "num_gpu_blocks_override": 3 * PAGES}
     kept_engines.append(engine(model, {"plan": str(path)}, **settings))
-    settings |= {"max_num_batched_tokens": BUDGET + 8 * most, "speculative_config": drafter}
+    most = BUDGET + 8 * drafter["num_speculative_tokens"]
+    settings |= {"max_num_batched_tokens": most, "speculative_config": drafter}
     kept_engines.append(engine(model, {"plan": str(path)}, **settings))
     return kept_engines[-2], kept_engines[-1]
 
