@@ -210,8 +210,8 @@ class Plan(Part):
 
     @property
     def planned_lengths(self) -> tuple[int, ...]:
-        """Returns the context lengths that it was made for, ascending: at which sparse buckets end, or those of its
-        cost where one bucket is for all; empty of a plan that names none, as imported ones do."""
+        """The context lengths that it was made for, ascending: ends of sparse buckets, or lengths of its cost. Imported
+        plans name none."""
         if self.index_sharing:
             return self.index_sharing.lengths
         ends = {bucket.up_to for bucket in self.buckets if bucket.up_to is not None and not bucket.dense}

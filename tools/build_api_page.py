@@ -30,13 +30,13 @@ fields of a plan are explained in [the plan file](plan-file.md).
 
 ## What holds, and how long
 
-What this page names is the API; all else may change in any release, whatever it is called. A name, an argument or a
-field of the API is deprecated in one minor release, with a `DeprecationWarning` that says what to use, before it is
-removed in the next; plan files of a released schema version can be read, or migrated, by every later release.
+The API is the names on this page; everything else may change in any release. A name, argument or field is deprecated
+in one minor release, with a `DeprecationWarning` that names its successor, and removed in the next. Every later release
+reads or migrates plan files of a released schema version.
 """
 ERRORS = (
-    "Every error that is raised on purpose is a `SparseKVError`, whose message says what was expected, what was found, "
-    "and what to do. They are in `sparsekv.plans.errors`; `exit_code` is what the command line returns."
+    "Every deliberate error is a `SparseKVError`. Its message has the expected value, the found one, and the way out. "
+    "Errors are in `sparsekv.plans.errors`; the command line returns their `exit_code`."
 )
 # Classes that calls return or take, by where they are, and the members that are part of the API; None is all.
 CLASSES: dict[str, tuple[str, ...] | None] = {

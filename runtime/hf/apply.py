@@ -109,8 +109,7 @@ class Handle:
         """Puts a suspended plan to work again.
 
         Raises:
-            UsageError: the handle was closed, a plan is at work, this one or another, or the model is no longer as it
-                was when this one was applied.
+            UsageError: the handle was closed, a plan is at work, or the model has changed since `apply`.
         """
         if self._model is None:
             raise UsageError("expected a suspended handle, found one that was closed; call apply again")
@@ -137,25 +136,23 @@ class Handle:
         With `offload="auto"` it is decided here which layers go to host memory: as few as it takes for the device to
         hold the rest. The decision holds until the next one, also for caches that are made elsewhere or reset.
 
-        Page-locking host memory takes a second or so for each 2 GB; this does it before the prompt runs, and once:
-        a later cache of this handle takes over the memory of one that is gone or was reset. Without it, caches
-        allocate on first use, and `reserve` in cache.py says how much.
+        Page-locking takes about a second for each 2 GB of host memory; this does it before the prompt runs. A later
+        cache of this handle takes over the memory of one that is gone or was reset. Without this call, caches allocate
+        on first use.
 
         Args:
             tokens: prompt and answer together; the cache may grow beyond, which copies what is not in virtual memory.
             batch: rows.
             answer: how many of the tokens are the answer: decode adds them one by one, and they need nothing besides
                 the cache.
-            chunk: most tokens of a row that run through the model at once, which bounds what they need besides the
-                cache; None is the whole prompt.
+            chunk: most tokens of a row that run through the model at once; they bound the working memory. None is the
+                whole prompt.
             at_most: tokens that it may grow to, for the decision of `offload="auto"`; `tokens` when None.
-            on_bytes: is told of host memory as it is had, large blocks in steps: how many bytes more, and of how many
-                in all; may raise.
+            on_bytes: called as host memory is allocated, with the new bytes and the bytes in all; it may raise.
 
         Raises:
-            UsageError: the memory of the device or the host does not suffice (the message says for which prompt it
-                would), or the handle is closed or suspended, or that is no size. Whatever is raised, the memory is
-                free again.
+            UsageError: the memory of the device or the host does not suffice; the message names the prompt that fits.
+                Also if the handle is closed or suspended, or for a wrong size. The memory is then free again.
         """
         check_owner_open(self._engine)
         at_most = tokens if at_most is None else at_most
@@ -362,26 +359,26 @@ def apply(
         info: what `load_model` said of this model; it is described again when None.
         backend: a kernel backend by name, or "auto".
         allow_mismatch: take a plan that was made for another architecture, as far as its layers and heads fit.
-        offload: which layers of the plan's `decode.offload` have their keys and values in host memory: "always" (and
-            None) all, "never" none, "auto" as few as `Handle.new_cache` finds the device to need; on a CPU none.
-        kv_host_layers: in place of `offload`: the layers that go there, whatever the plan permits, or how many (those
-            that decode reads least of come first). A layer in no segment is copied back as a whole at every step. On a
-            CPU nothing is won by it, and a warning says so.
+        offload: layers of the plan's `decode.offload` that go to host memory. "always" (and None) takes all, "never"
+            none, "auto" as few as `Handle.new_cache` finds the device to need, on a CPU none.
+        kv_host_layers: in place of `offload`, the layers that go there, whatever the plan permits, or their number
+            (those that decode reads least come first). A layer in no segment is copied back at every step. On a CPU it
+            saves nothing, and a warning says so.
         chunking: from which length on layers work in pieces, and of which size; rarely of interest.
         memory: blocks of host memory to share with other handles, which the caller closes; its own when None.
         exact: the output is that of dense attention: the plan's decode drafts, dense attention checks; prefill is
             dense, or by the plan with "decode". See docs/exact.md.
         kv_dtype: "fp8" stores keys and values in e4m3, in half the bytes of 16 bits; "auto" as the model makes them.
-        sparse: "auto" is sparse where that is measured to be faster, once on each GPU, before this returns; on a CPU in
-            passes of as many rows as a tile. Else "always", "never", or a rule of contexts x rows of a chunk or a step:
-            "prefill=18kx512,8kx4k decode=40kx1,11kx4". Steps by layers that evict or are in host memory stay sparse.
+        sparse: "auto" is sparse where that is faster, measured once on each GPU before this returns. On a CPU it is
+            sparse for a tile of rows or more. Else "always", "never", or a rule of contexts x rows of a chunk or a
+            step: "prefill=18kx512,8kx4k decode=40kx1,11kx4". Layers that evict or are in host memory stay sparse.
 
     Returns:
         The handle, which is also a context manager.
 
     Raises:
-        UsageError: the model is in training mode, or has a plan applied already, or lacks a layer that is named; an
-            argument is of another type; there is no such plan file.
+        UsageError: the model is in training mode, has a plan applied already, or lacks a named layer. An argument has
+            another type, or there is no such plan file.
         PlanError, PlanMismatchError: the file holds no plan, or one of another model.
         UnsupportedError, BackendError: an architecture, field of the plan or backend that cannot run here.
     """

@@ -79,10 +79,9 @@ def load_model(
         source: an alias, hub id, folder or GGUF file, resolved or not. The weights of a GGUF file are dequantised, and
             those of FP8, GPTQ, AWQ and compressed-tensors.
         device: a torch device; "auto" is the first GPU, or the CPU.
-        dtype: bfloat16, float16 or float32; "auto" is the checkpoint's own half precision on a GPU (bfloat16 where
-            it has none), and float32 on a CPU, which is faster there than half precision.
-        device_map: how transformers spreads the layers over the devices of this machine by accelerate, instead of one
-            device; the first layer has to fit on one of them.
+        dtype: bfloat16, float16 or float32. "auto" is the checkpoint's half precision on a GPU (else bfloat16), and
+            float32 on a CPU, where it is faster.
+        device_map: spreads the layers over several devices by accelerate; the first layer has to fit on one of them.
         revision: of a hub model.
         local_files_only: do not ask the hub.
         config: its transformers config; None reads it from `source`.
@@ -91,8 +90,8 @@ def load_model(
         The model, its tokenizer, and its description, which `apply` takes as `info`.
 
     Raises:
-        UsageError: there is no such model, or no access to it, or no such device or dtype, or both a device and a
-            device map; its config or tokenizer cannot be read, its tensors are not those of its config, or not finite.
+        UsageError: there is no such model, device or dtype, no access to it, or both a device and a device map. Its
+            config or tokenizer cannot be read, or its tensors do not fit its config or are not finite.
         UnsupportedError: its architecture is not supported.
     """
     origin = source if isinstance(source, ModelSource) else resolve_model(source)

@@ -23,7 +23,7 @@ def sentences(page: str) -> Iterator[str]:
     text = _MADE.sub("", page)
     block: list[str] = []
     for line in [*text.splitlines(), ""]:
-        is_prose = bool(line.strip()) and not re.match(r"[|#]|!\[|    \S", line)
+        is_prose = bool(line.strip()) and not re.match(r"[|#]|!\[|    +\S", line)
         if block and (not is_prose or _ITEM.match(line)):
             yield from _split(" ".join(block))
             block = []
