@@ -46,7 +46,7 @@ from sparsekv.runtime.vllm.engine_host import (
     start_host,
     with_tables,
 )
-from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks, EvictedLengths, EvictedTable, Requests, TableRows, move
+from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks, EvictedLengths, EvictedTable, Requests, move
 from sparsekv.runtime.vllm.settings import check_engine_layer, plan_of, read_options
 from sparsekv.runtime.vllm.timed_kernels import measured_rule
 
@@ -311,7 +311,8 @@ class SparseBuilder(_Builder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         common, evicted = common_attn_metadata, None
         if self._table is not None:
-            evicted, table_BP = self._table.step(partial(_rows, common), common.seq_lens, common.block_table_tensor)
+            rows = partial(requests_of, common)
+            evicted, table_BP = self._table.step(rows, common.seq_lens, common.block_table_tensor)
             common = with_tables(common, evicted.lengths_B, evicted.cpu_lengths_B, table_BP)
         metadata = super().build(common_prefix_len, common, fast_build)
         only_decodes = evicted is not None and not evicted.prompts and common.max_query_len == 1
@@ -402,11 +403,6 @@ class SparseBuilder(_Builder):
     def _part_of(self, common: Any, first: int, end: int) -> Any:
         # A fast build leaves alone what the builder keeps for the whole step: a schedule that graphs read.
         return super().build(0, part_of(common, first, end), fast_build=True)
-
-
-def _rows(common: Any) -> TableRows:
-    starts, lengths, _ = requests_of(common)
-    return TableRows(starts, lengths)
 
 
 _hosts: list[tuple[weakref.ref[Any], EngineHost | None]] = []  # of engines whose plan was looked for, by their key

@@ -152,11 +152,9 @@ class EvictedLengths(NamedTuple):
     entry_BP: torch.Tensor  # int64, of each page that is read, its entry in the table; as many as are read at most
 
 
-class TableRows(NamedTuple):
-    """The requests of a step, without asking the device; padding may follow."""
-
-    starts: Sequence[int]  # the first row of each, then the end of the last one
-    lengths: Sequence[int]  # tokens of each, the new ones included
+TableRows = tuple[Sequence[int], Sequence[int], Any]
+"""The requests of a step, without asking the device: the first row of each and the end of the last one, and tokens of
+each, the new ones included; padding may follow."""
 
 
 class StepTables:
@@ -185,17 +183,18 @@ class StepTables:
         self, blocks: EvictedBlocks, page: int, rows: TableRows, requests: Sequence[tuple[str, int]],
         lengths_B: torch.Tensor, pages: int,
     ) -> EvictedLengths:  # fmt: skip
-        pasts_B = np.asarray(rows.lengths) - np.diff(rows.starts)
+        starts, lengths, _ = rows
+        pasts_B = np.asarray(lengths) - np.diff(starts)
         moves_4B = np.zeros((4, len(pasts_B)), dtype=np.int64)
         moves_4B[:, : len(requests)] = moves(blocks, [prompt for _, prompt in requests], pasts_B[: len(requests)])
-        shorter_B = np.asarray(rows.lengths) - moves_4B[3] * blocks.block
+        shorter_B = np.asarray(lengths) - moves_4B[3] * blocks.block
         if blocks not in self._buffers:
             self._buffers[blocks] = lengths_B.new_zeros(self.rows)
         buffer_B = self._buffers[blocks][: len(lengths_B)]
         moved_4B = _to_device(moves_4B * (blocks.block // page), lengths_B.device)
         torch.sub(lengths_B, moved_4B[3] * page, out=buffer_B)
         used = min(pages, max(1, -(-int(shorter_B.max()) // page)))
-        prompts = tuple(_prompts(blocks, requests, rows.starts, pasts_B.tolist()))
+        prompts = tuple(_prompts(blocks, requests, starts, pasts_B.tolist()))
         entry_BP = _entries(moved_4B, used).clamp_(max=pages - 1)
         shorter = torch.from_numpy(shorter_B.astype(np.int32))
         return EvictedLengths(buffer_B, shorter, (moves_4B[3] > 0).tolist(), prompts, entry_BP)

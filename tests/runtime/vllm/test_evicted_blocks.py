@@ -16,7 +16,6 @@ from sparsekv.runtime.vllm.evicted_blocks import (
     Requests,
     Scheduled,
     StepTables,
-    TableRows,
     moves,
 )
 
@@ -111,7 +110,7 @@ def test_tables_of_a_step_stay_where_they_are_and_groups_share_lengths() -> None
     table_BP = torch.arange(20, dtype=torch.int32).expand(3, -1) + torch.tensor(
         [[100], [200], [300]], dtype=torch.int32
     )
-    rows, lengths_B = TableRows([0, 1, 2, 6], [141, 33, 70]), torch.tensor([141, 33, 70], dtype=torch.int32)
+    rows, lengths_B = ([0, 1, 2, 6], [141, 33, 70], []), torch.tensor([141, 33, 70], dtype=torch.int32)
     given = scheduled({}, prompts={"a": 100, "b": 200, "c": 80}, computed={})
     places = set()
     for _ in range(2):
