@@ -22,12 +22,22 @@ VLLM_INSTALL := $(VLLM)/bin/python -m pip install --quiet --no-compile
 OR_SAY_WHAT_VLLM_NEEDS := || { echo "make test-vllm: $(VLLM) could not be set up; pip says above what it did not find. It \
 needs Linux and the CPU build of PyTorch: point pip at that first." >&2; exit 1; }
 
+SGLANG := .venv-sglang
+SGLANG_INSTALL := $(SGLANG)/bin/python -m pip install --quiet --no-compile
+OR_SAY_WHAT_SGLANG_NEEDS := || { echo "make test-sglang: $(SGLANG) could not be set up; pip says above what it did not \
+find. It needs Linux and the CPU build of PyTorch: point pip at that first." >&2; exit 1; }
+# What SGLang imports on a CPU, of four times as much that it requires; what these require of each other is left out.
+SGLANG_ALONE := sglang apache-tvm-ffi xgrammar
+SGLANG_IMPORTS := aiohttp compressed-tensors dill einops fastapi gguf ipython msgspec openai orjson partial-json-parser \
+  pillow prometheus-client psutil pybase64 pyzmq requests sentencepiece setproctitle uvicorn uvloop
+
 # Those of the supported versions that are here, and what is run on each.
 PYTHONS := $(foreach v,3.11 3.12 3.13 3.14,$(if $(shell python$(v) -c 'print(1)' 2>/dev/null),$(v)))
 FAST := tests/plans tests/test_layers.py tests/cli/test_plan_choice.py
 EXTRAS := gpu flash vllm report spread virtual gguf test
 
-.PHONY: help setup setup-vllm test lint unit test-slow site demo real test-vllm test-vllm-v1 test-vllm-v2 pythons extras dist clean
+.PHONY: help setup setup-vllm setup-sglang test lint unit test-slow site demo real test-vllm test-vllm-v1 test-vllm-v2 \
+  test-sglang pythons extras dist clean
 
 help:
 	@echo "make test   set up, lint and run the tests (no GPU needed)"
@@ -36,6 +46,7 @@ help:
 	@echo "make real   set up, fetch SmolLM2-135M-Instruct (93 MB), plan it and talk with it with and without the plan"
 	@echo "make test-slow   run the slow tests that rarely break, such as kernels compiled for absent GPUs"
 	@echo "make test-vllm   set up vLLM for the CPU in an environment of its own and run the tests of that host"
+	@echo "make test-sglang   the same of SGLang"
 	@echo "make pythons   import every module and run fast tests on each Python of 3.11 to 3.14 that is here"
 	@echo "make extras   resolve what each extra would install, and install nothing"
 	@echo "make dist   build the wheel and the sdist of the commit into dist/, and check both"
@@ -114,6 +125,20 @@ test-vllm-v2: $(VLLM)/.ready
 	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 \
 		$(VLLM)/bin/python -m pytest tests/vllm/test_exact.py tests/vllm/test_mixed_steps.py
 
+# As for vLLM. The CPU build of PyTorch comes first; stubs of ours stand for compiled packages that have none for CPUs.
+$(SGLANG)/.ready: pyproject.toml constraints-sglang.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG_INSTALL) "$$(grep '^torch==' constraints-sglang.txt)+cpu" $(OR_SAY_WHAT_SGLANG_NEEDS)
+	$(SGLANG_INSTALL) -c constraints-sglang.txt --no-deps $(SGLANG_ALONE) $(OR_SAY_WHAT_SGLANG_NEEDS)
+	$(SGLANG_INSTALL) -c constraints-sglang.txt $(SGLANG_IMPORTS) -e '.[gpu]' pytest pytest-timeout $(OR_SAY_WHAT_SGLANG_NEEDS)
+	@touch $@
+
+setup-sglang: $(SGLANG)/.ready
+
+test-sglang: $(SGLANG)/.ready
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/sglang
+
 # An environment a version, as `setup` makes one.
 pythons: $(PYTHONS:%=.venv-%/.ready)
 	@test -n "$(PYTHONS)" || { echo "expected python3.11 to python3.14 on the path, found none" >&2; exit 1; }
@@ -134,4 +159,5 @@ dist: $(READY)
 	$(BIN)/python tools/build_dist.py $(FETCH)
 
 clean:
-	rm -rf site $(VENV) $(VLLM) .venv-3.* .mypy_link .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .real build dist *.egg-info
+	rm -rf site $(VENV) $(VLLM) $(SGLANG) .venv-3.* .mypy_link .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .real \
+	  build dist *.egg-info

@@ -117,6 +117,15 @@ def find_plan(repository: str, revision: str | None = None) -> Path | None:
     return None
 
 
+def plan_beside(model: str, revision: str | None = None) -> Path | None:
+    """The plan in a model's folder, or in its hub repository; None where neither has one."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        path = folder / PLAN_NAME
+        return path if path.is_file() else None
+    return find_plan(model, revision) if is_hub_id(model) else None
+
+
 def _trouble(repository: str) -> str:
     answers: list[str] = []
     lookup = Thread(target=lambda: answers.append(_refusal(repository)), daemon=True)  # names are looked up unlimited

@@ -91,6 +91,8 @@ def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def rope_of_text(config: PreTrainedConfig) -> dict[str, Any]:
     """The rotary parameters that matter to text, whose tokens have the same position on all axes."""
     rope = _plain(getattr(config, "rope_parameters", None) or {})
+    if rope.get("type") == rope.get("rope_type"):  # SGLang adds the name that it had before
+        rope.pop("type", None)
     axes = _AXES if record_of(config.model_type).text_as else ()
     return {name: value for name, value in rope.items() if name not in axes}
 

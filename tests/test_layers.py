@@ -31,7 +31,7 @@ MEASURE = {
 }
 # plans/ starts in a fraction of a second because of what is not here.
 HEAVY = {"torch", "transformers", "triton", "numpy", "scipy", "safetensors", "tokenizers"}
-HOSTS = {"transformers", "vllm"}
+HOSTS = {"transformers", "vllm", "sglang"}
 # What names no host in its code, and inside runtime/ imports none.
 NAMELESS = ("kernels", "runtime/core", "runtime/stores", "runtime/paged")
 HOSTLESS = {"runtime/core": {"runtime/core", "runtime/stores"}, "runtime/stores": {"runtime/stores"}}

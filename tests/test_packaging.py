@@ -27,6 +27,7 @@ EXTRA = {
     "cutlass": "flash",
     "triton": "gpu",
     "vllm": "vllm",
+    "sglang": "sglang",
     "prometheus_client": "vllm",
     "openai": "vllm",  # which brings it
     "accelerate": "spread",

@@ -1,4 +1,4 @@
-"""Imports every module of the package as it is installed, but for those of vLLM: `python tools/import_modules.py`."""
+"""Imports every module of the package as it is installed, but for those of engines: `python tools/import_modules.py`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("plans", "kernels", "runtime", "planner", "bench", "cli")
-_NEEDS_VLLM = "sparsekv.runtime.vllm."
+_NEED_ENGINES = ("sparsekv.runtime.vllm.", "sparsekv.runtime.sglang.")
 
 
 def modules() -> list[str]:
     """The names of the modules in the tree."""
     files = (path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     names = (".".join(("sparsekv", *path.with_suffix("").parts)).removesuffix(".__init__") for path in files)
-    return sorted(name for name in names if not name.startswith(_NEEDS_VLLM))
+    return sorted(name for name in names if not name.startswith(_NEED_ENGINES))
 
 
 if __name__ == "__main__":

@@ -83,6 +83,9 @@ def _copy_each(
     pages: tuple[torch.Tensor, torch.Tensor], table_P: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     for x_NGSD, into_GKD in zip(pages, into, strict=True):
+        if x_NGSD.shape[2] == 1:  # too many to copy one by one
+            into_GKD.copy_(x_NGSD[:, :, 0].transpose(0, 1)[:, table_P.long()])
+            continue
         parts = into_GKD.split(x_NGSD.shape[2], 1)
         for page, into_GSD in zip(table_P.tolist(), parts, strict=True):  # index_select would copy the whole cache
             into_GSD.copy_(x_NGSD[page, :, : into_GSD.shape[1]])
@@ -103,6 +106,7 @@ class PlanHost:
         self.scratch = scratch
         self.decode: DecodeHost | None = None  # where the plan has a sparse one
         self.captured: CapturedPrefill | None = None  # where the engine's GPU runs graphs of it
+        self.float8 = False  # keys and values
         self.drafts = False  # whether decode of the plan only drafts, and a dense pass checks
         self.pays = program.hint  # until it is measured
         self.counters = Counters()

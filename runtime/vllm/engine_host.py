@@ -3,49 +3,25 @@ vLLM's metadata of a step (`CommonAttentionMetadata`), which tells of its reques
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparsekv.kernels.backends import choose_backend
 from sparsekv.kernels.keys import Softmax
-from sparsekv.plans.errors import PlanWarning, UsageError
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
-from sparsekv.plans.model import ModelInfo, weights_fingerprint
-from sparsekv.plans.schema import Plan
-from sparsekv.runtime.core.program import LayerProgram, Program, Rank
+from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.state import Gather, Observed
 from sparsekv.runtime.core.timed_layers import Place
-from sparsekv.runtime.hub import model_folder
-from sparsekv.runtime.model_config import describe_config, dtype_name, files_fingerprint, has_soft_cap
-from sparsekv.runtime.paged.captured_prefill import CapturedPrefill, memory_of
+from sparsekv.runtime.engine_plan import EngineModel, Wanted, start
 from sparsekv.runtime.paged.metrics import ServingStats
-from sparsekv.runtime.paged.plan_host import PlanHost, Scratch
-from sparsekv.runtime.paged.step_rows import DecodeHost
-from sparsekv.runtime.plan_checks import check_cut, check_plan, check_stored
+from sparsekv.runtime.paged.plan_host import PlanHost
 from sparsekv.runtime.vllm.evicted_blocks import EvictingHost
 from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions, host_of, warn_of_release
 
-_LEAST_PAGE = 16  # tokens of a page
 _ALLOW_MISMATCH = '--additional-config \'{"sparsekv": {"allow_mismatch": true}}\''
-
-
-@dataclass(frozen=True, slots=True)
-class EngineModel:
-    name: str  # a folder or a hub id
-    revision: str | None
-    config: Any  # of transformers
-    dtype: torch.dtype
-    device: torch.device
-    longest: int  # tokens of the longest request
-    step: int  # most tokens that are computed at once
-    rows: int  # most requests
-    rank: Rank = field(default_factory=Rank)
-    graphs: bool = True  # whether anything may be captured
 
 
 _MOST_PROGRAM_US = 200.0  # more may be what a first step loads in each layer, and would leave chunks dense that gain
@@ -88,70 +64,18 @@ def start_host(
         plan = plan.model_copy(update={"decode": None, "kv_cache": None})
     if options.exact is True:
         plan = plan.model_copy(update={"prefill": None})
-    described = _described(plan, model, facts)
-    check_plan(plan, described, options.allow_mismatch, _ALLOW_MISMATCH, host_of(facts, plan, options))
+    able = host_of(facts, plan, options)
+    wanted = Wanted(able, options.backend, options.allow_mismatch, _ALLOW_MISMATCH, facts.drafted)
+    host = start(EngineHost, plan, path, model, wanted, gather)
     warn_of_release(facts, options)
-    attending = (group for group in described.attention if group.kind != "linear")
-    group = max(attending, key=lambda group: group.kv_heads * group.head_dim)
-    tile = plan.prefill.tile if plan.prefill else None
-    choice = choose_backend(
-        model.device, model.dtype, described.largest_head, options.backend, tile, has_soft_cap(model.config)
-    )
-    check_stored(plan, dtype_name(model.dtype), facts.kv_cache_dtype.startswith("fp8"))
-    check_cut(plan, model.step, model.longest)
-    _announce(plan, path)
-    scratch = Scratch(memory_of(model.longest), group.kv_heads * group.head_dim, model.dtype, model.device)
-    program = Program.of(plan.prefill, plan.decode, described, model.rank, plan.evicting)
-    host = EngineHost(program, choice.name, scratch, model.longest, facts.drafted)
-    sizes = {described.group_of(layer.layer).head_dim for layer in program.prefilling}
-    can = model.graphs and len(sizes) == 1
-    if can and CapturedPrefill.takes(program.prefilling, model.device, model.dtype, size := sizes.pop()):
-        host.captured = CapturedPrefill(
-            program.prefilling, host.fallback, scratch.views, size, model.step, model.longest, _LEAST_PAGE, model.dtype,
-            model.device,
-        )  # fmt: skip
-    host.drafts = bool(options.exact)
-    host.model = described.fingerprint.architecture
+    host.model = model.described(plan).fingerprint.architecture
     host.place = Place.of(plan, model.longest, model.step, model.rows)
     host.measures, host.passed = options.pays is None, []
-    host.pays = options.pays or program.hint
+    host.pays = options.pays or host.program.hint
     if plan.evicting:
         ranks = gather if model.rank.count > 1 else None
-        host.evicting = EvictingHost(choice.name, host.fallback, scratch.copy, model.rows, ranks)
-    if program.sparse:
-        room = (model.rows, model.longest, model.device)
-        ranks = gather if model.rank.count > 1 else None
-        host.decode = DecodeHost(program, choice.name, *room, ranks, host.queries)
+        host.evicting = EvictingHost(host.backend, host.fallback, host.scratch.copy, model.rows, ranks)
     return host
-
-
-def _described(plan: Plan, model: EngineModel, facts: EngineFacts) -> ModelInfo:
-    """The engine's model; where its weights are quantised, which ones they are. Those that vLLM quantises as it loads
-    them are no plan's: hosts that measure do not."""
-    described = describe_config(model.config, model.name, model.revision)
-    if facts.quantization is None:
-        return described
-    folder = model_folder(model.name, model.revision) if facts.packed else None
-    weights = None if folder is None else files_fingerprint(folder)
-    if weights is None and facts.packed and described.id == plan.model.id:
-        return described  # they are not downloaded yet
-    weights = weights or weights_fingerprint([("quantization", facts.quantization.encode())])
-    return described.model_copy(update={"fingerprint": described.fingerprint.model_copy(update={"weights": weights})})
-
-
-def _announce(plan: Plan, path: Path) -> None:
-    decodes = plan.decode is not None and any(bucket.segments for bucket in plan.decode.lengths)
-    if plan.decode is not None and plan.decode.offload is not None:
-        warnings.warn(
-            f"{path} allows some layers in host memory, which vLLM ignores: their pages stay on the device",
-            PlanWarning, stacklevel=2,
-        )  # fmt: skip
-    if (
-        not decodes
-        and not plan.evicting
-        and (plan.prefill is None or not any(bucket.heads for bucket in plan.prefill.lengths))
-    ):
-        warnings.warn(f"{path} is dense at every length: it changes nothing here", PlanWarning, stacklevel=2)
 
 
 def serving_stats(llm: Any) -> ServingStats:

@@ -38,9 +38,10 @@ from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
 from sparsekv.plans.errors import BackendError, SparseKVError, UnsupportedError, UsageError
 from sparsekv.runtime.architecture import MODALITIES
 from sparsekv.runtime.core.program import Rank
+from sparsekv.runtime.engine_plan import EngineModel
 from sparsekv.runtime.model_config import quantisation_of
 from sparsekv.runtime.vllm.devices import OnCpu, OnCuda, platform
-from sparsekv.runtime.vllm.engine_host import KNOWN, READ, EngineHost, EngineModel
+from sparsekv.runtime.vllm.engine_host import KNOWN, READ, EngineHost
 from sparsekv.runtime.vllm.exact_engine import WORKER, ask_for_drafts
 from sparsekv.runtime.vllm.settings import EngineFacts, connectors_of, plan_path, read_options
 
@@ -72,8 +73,6 @@ def engine_facts(config: VllmConfig, *derived: type) -> EngineFacts:
         stages=tuple(range(*get_pp_indices(layers, stage, stages)) for stage in range(stages)) if stages > 1 else (),
         speculative=None if speculative is None or ours else str(speculative.method),
         drafted=0 if speculative is None else speculative.num_speculative_tokens,
-        quantization=model.quantization and str(model.quantization),
-        packed=quantisation_of(model.hf_config) is not None,
         model=model.model,
         connectors=() if transfer is None else connectors_of(vars(transfer)),
         modalities=_modalities(model),
@@ -126,6 +125,9 @@ def engine_model(config: VllmConfig) -> EngineModel:
         rows=config.scheduler_config.max_num_seqs,
         rank=Rank(get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size),
         graphs=config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE,
+        float8=_cache_dtype(config.cache_config).startswith("fp8"),
+        quantization=model.quantization and str(model.quantization),
+        packed=quantisation_of(model.hf_config) is not None,
     )
 
 

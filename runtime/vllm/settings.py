@@ -10,7 +10,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -18,15 +18,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
 
-from sparsekv.plans.aliases import PLAN_NAME, is_hub_id
-from sparsekv.plans.errors import PlanWarning, SparseKVError, UnsupportedError, UsageError, install_command
+from sparsekv.plans.aliases import PLAN_NAME
+from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError, install_command
 from sparsekv.plans.files import content_digest, executed_digest
 from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.pays import Pays, parse
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.hub import find_plan
+from sparsekv.runtime.engine_plan import agreed_plan
+from sparsekv.runtime.hub import plan_beside
 from sparsekv.runtime.plan_checks import Host, segments_of
 
 KEY = "sparsekv"
@@ -101,8 +102,6 @@ class EngineFacts:
     stages: tuple[range, ...] = field(default=())  # the layers of each pipeline stage; empty where there is one
     speculative: str | None = None  # the method by which others draft tokens
     drafted: int = 0  # tokens at a time
-    quantization: str | None = None  # the method by which weights are quantised
-    packed: bool = False  # in the checkpoint, and not as it is loaded
     model: str = ""  # as the engine was told it
     connectors: tuple[Connector, ...] = ()
     modalities: tuple[str, ...] = ()  # that requests may hold beside text
@@ -170,15 +169,13 @@ def read_options(additional_config: Any) -> EngineOptions:
 
 # --- where the plan is ------------------------------------------------------------------------------------------------
 
-_NO_PLAN = b"\0" * 32  # in place of a digest
-
 
 def plan_path(options: EngineOptions, model: str, revision: str | None) -> Path | None:
     """The plan file of an engine; None where none is required and none lies beside the model."""
     if options.dense:
         return None
     if options.plan is None:
-        beside = _beside(model, revision)
+        beside = plan_beside(model, revision)
         if beside is None and options.require:
             raise UsageError(
                 f'expected a {PLAN_NAME} beside {model}, as "require" in --additional-config asks, found none (of a '
@@ -196,40 +193,12 @@ def plan_path(options: EngineOptions, model: str, revision: str | None) -> Path 
     return path
 
 
-def _beside(model: str, revision: str | None) -> Path | None:
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        path = folder / PLAN_NAME
-        return path if path.is_file() else None
-    return find_plan(model, revision) if is_hub_id(model) else None
-
-
 def plan_of(
     options: EngineOptions, model: str, revision: str | None, gather: Callable[[bytes], Sequence[bytes]]
 ) -> Path | None:
     """The plan file of an engine, the same one on all of its tensor-parallel ranks, which come here at the same time
     and give their bytes to `gather`: else they would wait for each other."""
-    trouble: SparseKVError | None = None
-    path, digest = None, _NO_PLAN
-    try:
-        path = plan_path(options, model, revision)
-        digest = _NO_PLAN if path is None else sha256(path.read_bytes()).digest()
-    except SparseKVError as error:
-        trouble = error
-    except OSError as error:
-        trouble = UsageError(f"expected a plan to be read at {path}, found: {error}; correct its rights, or remove it")
-    each = gather(digest)
-    if trouble is None and any(other != each[0] for other in each):
-        having = ", ".join(
-            f"{rank}: {'none' if other == _NO_PLAN else other.hex()[:8]}" for rank, other in enumerate(each)
-        )
-        trouble = UnsupportedError(
-            f"expected one plan on all tensor-parallel ranks, found files with these digests (by rank): {having}; copy "
-            "the same sparsekv.yaml beside the model on every machine"
-        )
-    if trouble is not None:
-        raise trouble
-    return path
+    return agreed_plan(partial(plan_path, options, model, revision), gather)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import random
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +22,11 @@ from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import Offload
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.pays import Pays, Thresholds
+from sparsekv.runtime.engine_plan import EngineModel
 from sparsekv.runtime.model_config import files_fingerprint
 from sparsekv.runtime.paged.captured_prefill import memory_of
 from sparsekv.runtime.paged.metrics import Counters
-from sparsekv.runtime.vllm.engine_host import EngineHost, EngineModel, decoded_dense, start_host
+from sparsekv.runtime.vllm.engine_host import EngineHost, decoded_dense, start_host
 from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions
 
 CPU = torch.device("cpu")
@@ -44,9 +44,17 @@ def plan(model: Any) -> Plan:
     return plan_for(model, prefill, decode_plan(segment(0, (1,), 64)))
 
 
-def start(model: Any, plan: Plan, folder: Path, facts: EngineFacts = FACTS, **options: Any) -> EngineHost:
+def start(
+    model: Any,
+    plan: Plan,
+    folder: Path,
+    weights: dict[str, Any] | None = None,
+    facts: EngineFacts = FACTS,
+    **options: Any,
+) -> EngineHost:
     write_plan(plan, folder / "sparsekv.yaml")
-    engine = EngineModel(str(folder), None, model.config, torch.float32, CPU, longest=1024, step=2048, rows=4)
+    sizes: dict[str, Any] = {"longest": 1024, "step": 2048, "rows": 4} | (weights or {})
+    engine = EngineModel(str(folder), None, model.config, torch.float32, CPU, **sizes)
     return start_host(folder / "sparsekv.yaml", EngineOptions(**options), facts, engine)
 
 
@@ -80,14 +88,14 @@ def test_another_models_plan_is_refused_unless_it_is_allowed(model: Any, plan: P
 
 def test_an_engine_that_cannot_run_the_plan_is_refused(model: Any, plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="context parallelism"):
-        start(model, plan, tmp_path, EngineFacts(release="0.32.0", device="cpu", context_parallel=2))
+        start(model, plan, tmp_path, facts=EngineFacts(release="0.32.0", device="cpu", context_parallel=2))
 
 
 def test_beside_a_drafter_each_row_decodes_and_layers_behind_the_models_own_are_the_drafters(
     model: Any, plan: Plan, tmp_path: Path
 ) -> None:
     facts = EngineFacts(release="0.32.0", device="cpu", speculative="eagle", drafted=3)
-    host = start(model, plan, tmp_path, facts)
+    host = start(model, plan, tmp_path, facts=facts)
     assert (host.phases, host.decoded, host.queries) == ("prefill and decode", 4, 4)
     own = len(host.program.layers)
     assert [host.takes_layer() for _ in range(own + 2)] == [True] * own + [False] * 2
@@ -103,7 +111,7 @@ def test_quantised_weights_that_a_plan_was_not_made_on_are_said_in_one_line(
     model: Any, plan: Plan, tmp_path: Path, packed: bool
 ) -> None:
     save_file({"weight": torch.randn(64)}, tmp_path / "model.safetensors")
-    facts = replace(FACTS, quantization="fp8", packed=packed)
+    facts = {"quantization": "fp8", "packed": packed}
     base = weights_of(plan, "sha256-all:" + "0" * 64)
     with pytest.warns(PlanWarning) as caught:
         start(model, base, tmp_path, facts)
@@ -128,11 +136,11 @@ def test_of_a_quantised_hub_model_that_is_not_downloaded_yet_the_name_decides(
     base = weights_of(plan, "sha256-all:" + "0" * 64)
     base = base.model_copy(update={"model": base.model.model_copy(update={"id": "some/model"})})
     write_plan(base, tmp_path / "sparsekv.yaml")
-    engine = EngineModel(name, None, model.config, torch.float32, CPU, longest=1024, step=2048, rows=4)
-    facts = replace(FACTS, quantization="fp8", packed=True)
+    given: dict[str, Any] = {"longest": 1024, "step": 2048, "rows": 4, "quantization": "fp8", "packed": True}
+    engine = EngineModel(name, None, model.config, torch.float32, CPU, **given)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        start_host(tmp_path / "sparsekv.yaml", EngineOptions(), facts, engine)
+        start_host(tmp_path / "sparsekv.yaml", EngineOptions(), FACTS, engine)
     assert len(caught) == told
 
 

@@ -1,0 +1,333 @@
+"""A plan in an attention backend of SGLang: prompts chunk by chunk where the plan is sparse at their length, rows that
+choose together; all other rows of a step go to SGLang's own methods, of the class that stands behind ours.
+
+SGLang keeps keys and values as [slots, heads, head size], and finds the slots of a request by a table: pages of one
+token, or of as many as it was asked for.
+
+Shapes: T tokens of a step, B requests, H query heads, G KV heads, N pages, S tokens of a page, P pages of a request,
+D head size.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
+from typing import Any, ClassVar
+
+import torch
+from sglang.srt.mem_cache.layout.paged_view import paged_kv_view
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sparsekv.kernels.backends import is_backend_failure
+from sparsekv.kernels.keys import Scales, Softmax, full_view
+from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.paged.metrics import publish
+from sparsekv.runtime.paged.plan_host import PlanHost
+from sparsekv.runtime.paged.step_rows import DecodeRows, PrefillRows, StepRows, prefill_rows, split_rows
+
+logger = logging.getLogger("sglang.sparsekv")
+
+Pages = tuple[torch.Tensor, torch.Tensor]
+
+
+class OnCpu:
+    """SGLang's backend on CPUs, which finds slots by requests and keeps nothing for a step."""
+
+    zero_lengths = False  # whether rows of length 0 may be given
+
+    @staticmethod
+    def table(backend: Any, forward_batch: Any, longest: int) -> torch.Tensor:
+        """int32 [B, P]: the pages of each request."""
+        slots_BP = backend.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, : longest : backend.plan_page]
+        return (slots_BP // backend.plan_page).int()
+
+    @staticmethod
+    def part(metadata: Any, requests: slice, rows: slice) -> Any:
+        """The metadata of some requests, whose rows follow one another."""
+        return metadata
+
+
+class OnCuda:
+    """FlashAttention 3. Where pools move, its page table has the places that kernels read, and no other has."""
+
+    zero_lengths = True
+
+    @staticmethod
+    def table(backend: Any, forward_batch: Any, longest: int) -> torch.Tensor:
+        table_BP: torch.Tensor = backend.forward_metadata.page_table
+        return table_BP
+
+    @staticmethod
+    def part(metadata: Any, requests: slice, rows: slice) -> Any:
+        bounds = slice(requests.start, requests.stop + 1)
+        swa, q_X, k_X = metadata.swa_page_table, metadata.cu_seqlens_q[bounds], metadata.cu_seqlens_k[bounds]
+        return replace(
+            metadata,
+            cache_seqlens_int32=metadata.cache_seqlens_int32[requests],
+            cu_seqlens_q=q_X - rows.start,
+            cu_seqlens_k=k_X - k_X[:1],
+            max_seq_len_q=min(metadata.max_seq_len_q, rows.stop - rows.start),
+            page_table=metadata.page_table[requests],
+            swa_page_table=None if swa is None else swa[requests],
+            scheduler_metadata=None,
+        )
+
+    @staticmethod
+    def of_lengths(metadata: Any, lengths_B: torch.Tensor) -> Any:
+        """The metadata with other lengths; rows of length 0 read nothing and their output is 0. The schedule of a step,
+        made for the true lengths, remains: it says into how many parts a row is split at most."""
+        return replace(metadata, cache_seqlens_int32=lengths_B)
+
+
+@dataclass(slots=True)
+class PlannedLayer:
+    program: LayerProgram
+    scale: float
+    softmax: Softmax
+    scales: Scales | None = None  # of a cache in 8 bits
+
+    def with_sinks(self, sinks_H: torch.Tensor | None) -> PlannedLayer:
+        """The layer with the sinks that its model hands over in each step: the same object at every call."""
+        if sinks_H is not None and self.softmax.sinks_H is not sinks_H:
+            self.softmax = replace(self.softmax, sinks_H=sinks_H)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What one layer is given in a step."""
+
+    planned: PlannedLayer
+    q_THD: torch.Tensor
+    new: tuple[Any, Any]  # keys and values, [T, G, D] each
+    pages: Pages
+    table_BP: torch.Tensor
+
+
+class Planned:
+    """Methods of a backend with a plan, before those of its own class."""
+
+    plan_host: PlanHost
+    plan_layers: Mapping[int, PlannedLayer]
+    plan_page: int
+    plan_device: ClassVar[Any]
+    forward_metadata: Any  # of SGLang's class, as the pool
+    token_to_kv_pool: Any
+    plan_step: StepRows | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+        self.plan_step = self._begin(forward_batch, captured=False)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Before a step that is captured or replayed: what its graph reads of ours is put where it was captured."""
+        super().init_forward_metadata_out_graph(forward_batch, in_capture)  # type: ignore[misc]
+        self.plan_step = self._begin(forward_batch, captured=True)
+
+    def forward_extend(
+        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **others: Any
+    ) -> torch.Tensor:
+        dense, planned = super().forward_extend, self._planned(layer, others)  # type: ignore[misc]
+        step = self.plan_step
+        if planned is None or step is None:
+            return dense(q, k, v, layer, forward_batch, save_kv_cache, **others)
+        decode = step.decode if planned.program.role.is_sparse else None
+        sparse, left = split_rows(planned.program, step.prefill)
+        for rows in left:
+            self.plan_host.count_dense((planned.program,), rows.chunk)
+        if not sparse and decode is None:
+            return dense(q, k, v, layer, forward_batch, save_kv_cache, **others)
+        if save_kv_cache and k is not None:
+            self._store(layer, forward_batch, k, v)
+        q_THD = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        out_THD = torch.empty_like(q_THD)
+        given = _Layer(planned, q_THD, (k, v), self._pages(layer), step.table)
+        done = self._sparse(given, sparse, out_THD)
+        if decode is not None:
+            first = len(step.starts) - 1 - len(decode.requests)
+            self._attend(planned, decode, q_THD[step.starts[first] :], layer, out_THD[step.starts[first] :])
+            done |= set(range(first, len(step.starts) - 1))
+        for rest in step.rest(frozenset(done)):
+            batch, metadata = rest.metadata
+            k_TGD, v_TGD = (None if x is None else x[rest.tokens] for x in (k, v))
+            with self._given(metadata):
+                attended = dense(q[rest.tokens], k_TGD, v_TGD, layer, batch, False, **others)
+            out_THD[rest.tokens] = attended.view(-1, *out_THD.shape[1:])
+        return out_THD.flatten(1)
+
+    def forward_decode(
+        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **others: Any
+    ) -> torch.Tensor:
+        dense, planned = super().forward_decode, self._planned(layer, others)  # type: ignore[misc]
+        decode = None if self.plan_step is None else self.plan_step.decode
+        if planned is None or decode is None or not planned.program.role.is_sparse:
+            return dense(q, k, v, layer, forward_batch, save_kv_cache, **others)
+        q_BHD = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        if decode.whole:
+            if save_kv_cache and k is not None:
+                self._store(layer, forward_batch, k, v)
+            out_BHD = torch.empty_like(q_BHD)
+        else:
+            rest = decode.rest(planned.program, self.forward_metadata, self.plan_device.of_lengths)
+            with self._given(rest):
+                attended = dense(q, k, v, layer, forward_batch, save_kv_cache, **others)
+            out_BHD = attended.view(q_BHD.shape)
+        self._attend(planned, decode, q_BHD, layer, out_BHD)
+        return out_BHD.flatten(1)
+
+    # --- what a step is ---
+
+    def _begin(self, forward_batch: Any, captured: bool) -> StepRows | None:
+        """The rows of a step that the layers compute; None where all of it is SGLang's: rows that verify a draft, and
+        steps without any."""
+        mode = forward_batch.forward_mode
+        if mode.is_decode():
+            return self._begin_decode(forward_batch, captured)
+        if captured or not (mode.is_mixed() or mode.name == "EXTEND"):
+            return None
+        rows, pasts = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+        starts = tuple(accumulate(rows, initial=0))
+        lengths = [past + count for past, count in zip(pasts, rows, strict=True)]
+        host, batch = self.plan_host, len(rows)
+        prefill = prefill_rows(starts, lengths, [False] * batch)
+        self._report(bool(prefill))  # of the steps before: the layers of this one have not run yet
+        host.count_step(prefill)
+        paying = tuple(chunk for chunk in prefill if host.is_sparse(chunk.chunk))
+        for chunk in prefill:
+            if chunk not in paying:
+                host.count_dense([layer.program for layer in self.plan_layers.values()], chunk.chunk)
+        # A mixed step has the requests that decode behind its prompts, and does not tell the last one's single row from
+        # theirs.
+        decoding = sum(1 for _ in takewhile(lambda count: count == 1, reversed(rows))) if mode.is_mixed() else 0
+        chosen = self._chosen(forward_batch, lengths, batch - decoding, captured) if decoding else None
+        if not paying and chosen is None:
+            return None
+        table_BP = self.plan_device.table(self, forward_batch, max(lengths))
+        return StepRows(
+            starts, paying, table_BP, lambda first, end: self._part(forward_batch, starts, first, end), chosen
+        )
+
+    def _begin_decode(self, forward_batch: Any, captured: bool) -> StepRows | None:
+        self._report(False)
+        chosen = self._chosen(forward_batch, forward_batch.seq_lens_cpu.tolist(), 0, captured)
+        return None if chosen is None else StepRows((0,), (), chosen.table_BP, lambda first, end: None, chosen)
+
+    def _chosen(self, forward_batch: Any, lengths: Sequence[int], first: int, captured: bool) -> DecodeRows | None:
+        """The requests of a step that decode, from the `first` on, where some may choose."""
+        host, own = self.plan_host, list(lengths[first:])
+        if host.decode is None:
+            host.counters.decode_dense += sum(length > 1 for length in own)
+            return None
+        least = host.pays.decode_at(len(own), captured)
+        host.decode.count([range(length, length + 1) for length in own], host.counters, least)
+        if least is None or not (captured or host.decode.chooses(own, least)):
+            return None
+        table_BP = self.plan_device.table(self, forward_batch, max(lengths))[first:]
+        lengths_B = forward_batch.seq_lens[first:].int()
+        if captured:  # what its graph reads
+            lengths_B = self.forward_metadata.cache_seqlens_int32
+        whole = bool(first) or not self.plan_device.zero_lengths
+        return host.decode.begin(lengths_B, (), table_BP, None, least, None, len(own), whole)
+
+    def _part(self, forward_batch: Any, starts: Sequence[int], first: int, end: int) -> tuple[Any, Any]:
+        """A step of the requests from the `first` to before the `end` alone, as far as attention reads it, and its
+        metadata."""
+        part, requests, rows = copy(forward_batch), slice(first, end), slice(starts[first], starts[end])
+        part.batch_size = end - first
+        for name in ("req_pool_indices", "seq_lens", "extend_seq_lens", "extend_prefix_lens", "seq_lens_cpu"):
+            setattr(part, name, getattr(forward_batch, name)[requests])
+        for name in ("extend_seq_lens_cpu", "extend_prefix_lens_cpu"):
+            setattr(part, name, list(getattr(forward_batch, name))[requests])
+        part.extend_num_tokens = rows.stop - rows.start
+        part.out_cache_loc, part.positions = forward_batch.out_cache_loc[rows], forward_batch.positions[rows]
+        part._attn_output = None  # memory for the rows of the whole step
+        return part, self.plan_device.part(self.forward_metadata, requests, rows)
+
+    # --- what a layer computes ---
+
+    def _planned(self, layer: Any, others: Mapping[str, Any]) -> PlannedLayer | None:
+        """The layer, where it runs by the plan; not where its model hands over more than we know."""
+        planned = self.plan_layers.get(layer.layer_id)
+        if planned is None or any(value is not None for name, value in others.items() if name != "sinks"):
+            return None
+        return planned.with_sinks(others.get("sinks"))
+
+    @contextmanager
+    def _given(self, metadata: Any) -> Iterator[None]:
+        whole, self.forward_metadata = self.forward_metadata, metadata
+        try:
+            yield
+        finally:
+            self.forward_metadata = whole
+
+    def _store(self, layer: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+        scales = (layer.k_scale, layer.v_scale) if self.plan_device is OnCuda else ()
+        self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_layer(forward_batch, layer), k, v, *scales)
+
+    def _pages(self, layer: Any) -> Pages:
+        """Keys and values in pages, [N, G, S, D] each: views. The getters wait for a layer that is being loaded."""
+        pool, size = self.token_to_kv_pool, (layer.tp_k_head_num, layer.head_dim)
+        k_NGSD, v_NGSD = (
+            paged_kv_view(x, self.plan_page, *size).transpose(1, 2)
+            for x in (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
+        )
+        return k_NGSD, v_NGSD
+
+    def _attend(
+        self, planned: PlannedLayer, decode: DecodeRows, q_BHD: torch.Tensor, layer: Any, out_BHD: torch.Tensor
+    ) -> None:
+        pages = self._pages(layer)
+        decode.attend(planned.program, q_BHD, pages, out_BHD, planned.scale, planned.softmax, planned.scales)
+
+    def _sparse(self, given: _Layer, sparse: Sequence[PrefillRows], out_THD: torch.Tensor) -> set[int]:
+        """Computes the chunks that the plan runs sparse in this layer; which requests that were."""
+        host, done = self.plan_host, set()
+        for rows in sparse:
+            try:
+                out_THD[rows.tokens] = self._chunk(given, rows)
+            except Exception as error:
+                if not is_backend_failure(error, out_THD.device):
+                    raise
+                if host.count_failure(error):  # one request must not end the engine, and with it all others
+                    said = "sparsekv: prefill by %s failed, such chunks run dense"
+                    logger.warning(said, host.backend, exc_info=error)
+                host.count_dense((given.planned.program,), rows.chunk)
+            else:
+                done.add(rows.request)
+        return done
+
+    def _chunk(self, given: _Layer, rows: PrefillRows) -> torch.Tensor:
+        host, planned, q_RHD = self.plan_host, given.planned, given.q_THD[rows.tokens]
+        program, chunk, table_P = planned.program, rows.chunk, given.table_BP[rows.request]
+        by = planned.scale, planned.softmax, host.counters.meter, planned.scales
+        if host.captured is not None:
+            attended = host.captured.attend(rows, program, q_RHD, given.pages, table_P, chunk, *by)
+            if attended is not None:
+                return attended
+        if chunk.past[0] == 0 and planned.scales is None and given.new[0] is not None:
+            k_BGTD, v_BGTD = (x_TGD[rows.tokens].transpose(0, 1)[None] for x_TGD in given.new)
+            keys = full_view(k_BGTD, v_BGTD)
+        else:  # new ones of a cache in 8 bits are read back, as answers would depend on the cut else
+            keys = host.scratch.copy(given.pages, table_P, chunk.longest, planned.scales)
+        return host.prefill(program, q_RHD, replace(keys, softmax=planned.softmax), chunk, planned.scale)
+
+    def _report(self, prefilling: bool) -> None:
+        host = self.plan_host
+        new = host.counters.report(time.monotonic(), prefilling)
+        if new is not None and host.program.rank.index == 0:  # the others count the same
+            logger.info("sparsekv: %s", new)
+            publish(new, host.pays)
+
+
+def with_methods(backend: Any, device: Any) -> Any:
+    """A backend that SGLang has just made, with the methods of a plan before those of its own class."""
+    own = type(backend)
+    kind: Any = type(f"Planned{own.__name__}", (Planned, own), {"plan_device": device})
+    planned = object.__new__(kind)
+    vars(planned).update(vars(backend))
+    return planned
