@@ -64,7 +64,7 @@ def follow(tree: Path) -> None:
 def test_whoever_follows_the_page_has_a_green_tree(tmp_path: Path) -> None:
     tree, link = tmp_path / "tree", tmp_path / "link" / "sparsekv"
     tree.mkdir()
-    for path in map(ROOT.joinpath, (*PACKAGES, "src", "tests", "docs", "tools", "examples")):
+    for path in map(ROOT.joinpath, (*PACKAGES, "src", "tests", "docs", "zoo", "tools", "examples")):
         shutil.copytree(path, tree / path.name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in filter(Path.is_file, ROOT.glob("[!.]*")):
         shutil.copy(path, tree)
