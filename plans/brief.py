@@ -161,12 +161,13 @@ def verdict(plan: Plan, file: str, *, model: str = "") -> tuple[str, ...]:
     """
     header = length_header(plan)
     table = columns([header, *length_rows(plan)], right=range(len(header))).splitlines()
-    return (f"{file}: {plan.status_text}", *table, *sentences(plan, file, model))
+    *lines, tested, following = sentences(plan, file, model)
+    return (f"{file}: {plan.status_text}", *table, *lines, *wrap(tested, WIDTH), following)
 
 
 def sentences(plan: Plan, file: str, model: str = "") -> tuple[str, ...]:
-    """The lines of `verdict` below its table."""
-    return (*brief(plan), *wrap(sentence(plan), WIDTH), f"next: {next_command(plan, file, model)}")
+    """The text of `verdict` below its table."""
+    return (*brief(plan), sentence(plan), f"next: {next_command(plan, file, model)}")
 
 
 def next_command(plan: Plan, file: str, model: str = "") -> str:

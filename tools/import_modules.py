@@ -1,4 +1,4 @@
-"""Imports every module of the package as it is installed, but for those of engines: `python tools/import_modules.py`."""
+"""Imports every installed module of the package, but for those of engines: `python tools/import_modules.py`."""
 
 from __future__ import annotations
 

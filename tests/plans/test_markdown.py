@@ -2,12 +2,17 @@
 
 import re
 import unicodedata
+from pathlib import Path
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from sparsekv.plans.show import cell, table
+from sparsekv.plans.brief import sentence, sentences
+from sparsekv.plans.files import load_plan
+from sparsekv.plans.show import cell, table, verdict_markdown
+
+MEASURED = Path(__file__).parents[2] / "bench" / "results" / "qwen2.5-coder-0.5b.yaml"
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 TURNS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -43,3 +48,9 @@ def test_any_name_shows_as_it_is_wherever_it_stands(name: str) -> None:
         assert [one.replace("\u200b", "") for one in read(text)] == shown
         assert not any(re.search(r"[#@]\w", one) for one in read(text))  # which GitHub links where it shows
         assert not re.search(r"://|www\.", text, re.IGNORECASE)  # and these where they are written
+
+
+def test_the_sentence_of_a_test_is_one_item_of_a_list() -> None:
+    plan = load_plan(MEASURED)
+    items = verdict_markdown(plan, sentences(plan, "plan.yaml")).split("\n- ")
+    assert cell(sentence(plan)) in items
