@@ -149,12 +149,12 @@ class Batch:
         yield from self._records(name, read, picked_BG, share, seconds, read.step_seconds, first)
 
     def _timed_dense(self) -> Iterator[Sampled]:
-        """Dense by this runtime, whose steps are captured where those of a plan are."""
+        """Dense by this runtime, whose steps are captured where those of a plan are: its divergence is of rounding."""
         mode, model, count = Entrant.of_dense(self.loaded.info), self.loaded.model, self.dense.logits_BTV.shape[1]
         with mode.running(model):
             prompts, seconds = timed_prefill(model, self.ids_BS, self.asked.chunk)
-            step = followed(model, prompts, count, count, self.dense.picked_BG).step_seconds
-        yield from self._records(DENSE_NAME, self.dense, self.dense.picked_BG, 1.0, seconds, step)
+            read = followed(model, prompts, count, count, self.dense.picked_BG)
+        yield from self._records(DENSE_NAME, read, self.dense.picked_BG, 1.0, seconds, read.step_seconds, 0)
 
     def _read(self, prompts: Callable[[bool], Prefilled]) -> tuple[Text, torch.Tensor]:
         """Reads dense's text, and generates where a row picked otherwise or its text goes on.

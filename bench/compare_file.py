@@ -26,9 +26,21 @@ from sparsekv.plans.types import (
     format_length,
 )
 
+_RESAMPLES = 2000  # of paired divergences
+_ROUNDING = 3.0  # times it: nearer to dense is not told apart from it
 Name = tuple[str, str]  # of a method, and what it is held to
 DENSE_NAME: Name = (DENSE, "1")
 SPENT = {"prefill": "tiles", "decode": "tokens read", "eviction": "bytes"}
+SHOWN = {
+    "minference": "MInference, searched",
+    "line_ratio": "1000:6096 in every head",
+    "xattention": "XAttention",
+    "flexprefill": "FlexPrefill",
+    "flashprefill": "FlashPrefill",
+    "skip_softmax": "skip-softmax",
+    "stem": "Stem without values",
+}
+EARLIER = SHOWN | {"minference": "1000:6096 in every head", "flexprefill": "FlexPrefill's block rule"}
 
 
 class Sampled(RunRecord):
@@ -85,7 +97,7 @@ class CompareRun(ModelRun):
     RECORDS: ClassVar[Any] = Sampled | Held
     TOLD: ClassVar[frozenset[str]] = ModelRun.TOLD | {"samples"}
     kind: Literal["sparsekv.compare"] = "sparsekv.compare"
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 2  # of the first some rules were others, see EARLIER, and dense has no divergence
     phase: Literal["prefill", "decode", "eviction"]
     suite: Text
     reference: Text
@@ -110,7 +122,9 @@ class Row:
     Attributes:
         over_dense, over: mean of its score, or the reference's, minus dense's, or its own, with the 95% interval of
             paired differences; in percent. The second is None of the reference itself.
+        kl: of dense, what rounding alone comes to: dense as this runtime computes it.
         kl_interval: None of a single sample.
+        ratio: divergence of the reference over its own on the samples of both, with a paired interval.
         prefill_seconds, step_seconds: medians.
     """
 
@@ -124,6 +138,7 @@ class Row:
     over: tuple[float, Interval] | None
     kl: float
     kl_interval: Interval | None
+    ratio: tuple[float, Interval | None] | None
     share: float
     prefill_seconds: float | None
     step_seconds: float | None
@@ -161,6 +176,7 @@ def _row(file: CompareFile, method: str, at: str, length: int) -> Row | None:
         over=_difference(own, ours) if is_compared else None,
         kl=float(np.mean(kls)),
         kl_interval=bootstrap_interval(kls),
+        ratio=_ratio(own, ours) if is_compared else None,
         share=float(np.mean([one.share for one in own.values() if one.share is not None] or [math.nan])),
         prefill_seconds=_median([one.prefill_seconds for one in own.values()]),
         step_seconds=_median([one.step_seconds for one in own.values()]),
@@ -183,6 +199,20 @@ def _difference(one: Samples, other: Samples) -> tuple[float, Interval]:
     return 100.0 * float(np.mean(scores[1]) - np.mean(scores[0])), (100.0 * low, 100.0 * high)
 
 
+def _ratio(one: Samples, other: Samples) -> tuple[float, Interval | None] | None:
+    """The mean divergence of other over that of one; resampled together."""
+    both = [key for key in one if key in other]
+    kl_NW = np.array([[other[key].kl, one[key].kl] for key in both])
+    if not kl_NW[:, 1].any():
+        return None
+    mean = kl_NW.mean(0)
+    drawn = np.random.default_rng(0).integers(len(both), size=(_RESAMPLES, len(both)))
+    above_X, below_X = kl_NW[drawn].mean(1).T
+    known = below_X > 0.0
+    bounds = np.quantile(above_X[known] / below_X[known], (0.025, 0.975)) if len(both) > 1 else None
+    return float(mean[0] / mean[1]), None if bounds is None else (float(bounds[0]), float(bounds[1]))
+
+
 def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return float(np.median(known)) if known else None
@@ -196,23 +226,35 @@ def table_of(file: CompareFile, every: Sequence[Row]) -> list[tuple[str, ...]]:
     reference, spent = file.settings.reference, SPENT[file.settings.phase]
     header = (
         *("length", "held to", "method", "setting", spent, "score", "minus dense", f"{reference} minus it"),
-        *("divergence", "prompt s", "step ms"),
+        *("divergence", f"{reference}'s over it", "prompt s", "step ms"),
     )
-    return [header, *map(_cells, every)]
+    return [header, *(_cells(row, shown(file, row.method)) for row in every)]
 
 
 def _share(row: Row) -> str:
     return "-" if math.isnan(row.share) else f"{row.share:.3f}"  # answers that all ended before a step
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, name: str) -> tuple[str, ...]:
     kl = f"{row.kl:.4f}" + ("" if row.kl_interval is None else " [{:.4f}, {:.4f}]".format(*row.kl_interval))
+    kl = (f"rounding {row.kl:.2g}" if row.kl else "-") if row.method == DENSE else kl
     return (
-        *(format_length(row.length), row.at, row.method, row.setting or "-", _share(row), f"{row.score:.1f}"),
-        *(_points(row.over_dense), _points(row.over), "-" if row.method == DENSE else kl),
+        *(format_length(row.length), row.at, name, row.setting or "-", _share(row), f"{row.score:.1f}"),
+        *(_points(row.over_dense), _points(row.over), kl, _times(row.ratio)),
         "-" if row.prefill_seconds is None else f"{row.prefill_seconds:.3f}",
         "-" if row.step_seconds is None else f"{1000.0 * row.step_seconds:.1f}",
     )
+
+
+def shown(file: CompareFile, method: str) -> str:
+    """The name that people read."""
+    return (SHOWN if file.settings.schema_version > 1 else EARLIER).get(method, method)
+
+
+def _times(ratio: tuple[float, Interval | None] | None) -> str:
+    if ratio is None:
+        return "-"
+    return f"{ratio[0]:.3g}" + (" [{:.3g}, {:.3g}]".format(*ratio[1]) if ratio[1] else "")
 
 
 def _points(difference: tuple[float, Interval] | None) -> str:
@@ -222,7 +264,7 @@ def _points(difference: tuple[float, Interval] | None) -> str:
 def text(file: CompareFile) -> str:
     """The table and the sentences below it."""
     every = list(rows(file))
-    table = columns(table_of(file, every), right=(4, 5, 9, 10))
+    table = columns(table_of(file, every), right=(4, 5, 10, 11))
     facts = f"{file.settings.model}, {file.settings.dtype}, {file.settings.device}, {file.settings.suite}"
     return "\n\n".join((table, facts, *sentences(file, every)))
 
@@ -241,7 +283,15 @@ def sentences(file: CompareFile, every: Sequence[Row]) -> Iterator[str]:
         difference, (low, high) = best.over
         more = "more" if low > 0.0 else "fewer" if high < 0.0 else None
         told = f"{abs(difference):.1f} points {more}" if more else "no difference of scores is shown"
-        ratio = f"{ours.kl / best.kl:.2f} of that of {best.method}" if best.kl else f"{best.method} has none"
+        dense = next((row for row in same if row.method == DENSE), None)
+        near = dense is not None and dense.kl > 0.0 and ours.kl < _ROUNDING * dense.kl
+        name = shown(file, best.method)
+        ratio = f"{_times(best.ratio)} of that of {name}" if best.ratio else f"{name} has none"
+        ratio += (
+            f" ({'at rounding, which' if near else 'rounding alone'} comes to {dense.kl:.2g})"
+            if dense and dense.kl
+            else ""
+        )
         yield (
             f"At {format_length(length)}, {reference} at {_share(ours)} of the {spent} diverges by {ours.kl:.4f} "
             f"nats, {ratio}, the nearest of {len(others)} others, at {_share(best)}: {told} "

@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from sparsekv.bench.compare_file import SPENT, CompareFile, Row, rows
+from sparsekv.bench.compare_file import SPENT, CompareFile, Row, rows, shown
 from sparsekv.bench.entrants import TIME
 from sparsekv.bench.report.charts import write_svg
 from sparsekv.plans.types import format_length
@@ -30,7 +30,7 @@ def write_picture(file: CompareFile, path: Path) -> int:
 def _panel(some: list[Row], length: int, is_time: bool, file: CompareFile) -> alt.LayerChart:
     phase = file.settings.phase
     title = f"{'prompt' if phase == 'prefill' else 'step'}, ms" if is_time else f"share of the {SPENT[phase]}"
-    base = alt.Chart(alt.InlineData(values=[_point(row, is_time, phase) for row in some])).encode(
+    base = alt.Chart(alt.InlineData(values=[_point(row, is_time, file) for row in some])).encode(
         x=alt.X("x:Q", title=title, scale=alt.Scale(type="log", nice=False, padding=30)),
         color=alt.Color("method:N", legend=alt.Legend(title="method", orient="bottom", columns=3)),
     )
@@ -41,8 +41,8 @@ def _panel(some: list[Row], length: int, is_time: bool, file: CompareFile) -> al
     return alt.LayerChart(layer=layers, width=380, height=300, title=alt.TitleParams(words))
 
 
-def _point(row: Row, is_time: bool, phase: str) -> dict[str, Any]:
-    seconds = row.prefill_seconds if phase == "prefill" else row.step_seconds
+def _point(row: Row, is_time: bool, file: CompareFile) -> dict[str, Any]:
+    seconds = row.prefill_seconds if file.settings.phase == "prefill" else row.step_seconds
     low, high = row.kl_interval or (row.kl, row.kl)
     bounds = {name: max(value, _LEAST_KL) for name, value in (("kl", row.kl), ("low", low), ("high", high))}
-    return {"method": row.method, "x": 1000.0 * (seconds or 0.0) if is_time else row.share, **bounds}
+    return {"method": shown(file, row.method), "x": 1000.0 * (seconds or 0.0) if is_time else row.share, **bounds}

@@ -22,9 +22,10 @@ from sparsekv.bench import ruler_suite
 from sparsekv.bench.compare_file import CompareFile, Held
 from sparsekv.bench.eviction_rules import Evicted, ExpectedAttention, ObservedPrompt, SnapKV, cached_share
 from sparsekv.bench.filter_rules import Even, FilterRule, Kascade, OmniKV
+from sparsekv.bench.published_rules import FlexPrefill, MInference, SkipSoftmax, Stem, scaled, searched
 from sparsekv.bench.selectors import Quest, Selecting, StepRule, TopK, TopKByHead
 from sparsekv.bench.text_runs import followed, timed_prefill
-from sparsekv.bench.tile_rules import FlashPrefill, FlexPrefill, MInference, StreamingLLM, XAttention
+from sparsekv.bench.tile_rules import FlashPrefill, LineRatio, StreamingLLM, XAttention
 from sparsekv.kernels.methods import (
     DecodeSelector,
     EvictionScore,
@@ -60,7 +61,16 @@ KINDS: Mapping[Phase, tuple[type[Method], ...]] = {
     "decode": (DecodeSelector, FilterRule),
     "eviction": (EvictionScore,),
 }
-_PREFILL: tuple[type[Method], ...] = (MInference, XAttention, FlexPrefill, FlashPrefill, StreamingLLM)
+_PREFILL: tuple[type[Method], ...] = (
+    MInference,
+    LineRatio,
+    XAttention,
+    FlexPrefill,
+    FlashPrefill,
+    SkipSoftmax,
+    Stem,
+    StreamingLLM,
+)
 _DECODE: tuple[type[Method], ...] = (Quest, OmniKV, Kascade, Even, TopK, TopKByHead)
 BUILT_IN: tuple[type[Method], ...] = (*_PREFILL, *_DECODE, SnapKV, ExpectedAttention)
 _TRIALS, _NEAR = 9, 0.02  # of the search for a budget: runs at most, and how near is enough
@@ -263,6 +273,8 @@ class Entrants:
         match method:
             case PrefillRule():
                 rule = partial(self._of_rule, method)
+                if isinstance(method, MInference):
+                    rule = partial(self._scaled, method, searched(self.loaded, length, self.backend), length)
                 return rule(known.budget) if known and known.budget else self._fitted(rule, target, prompts)
             case FilterRule():
                 filtered = partial(self._filtered, method, length)
@@ -281,6 +293,11 @@ class Entrants:
     def _of_rule(self, rule: PrefillRule, budget: float) -> Entrant:
         plan = _prefill_plan(self.loaded.info, self.tile, rule.pattern(budget))
         return Entrant("prefill", rule.setting(budget), PlanMode(plan, "prefill", self.backend), budget=budget)
+
+    def _scaled(self, rule: MInference, plan: PrefillPlan, length: int, budget: float) -> Entrant:
+        prefill = scaled(plan, LineRatio.scale(budget), length)
+        mode = PlanMode(Plan(status="unverified", model=self.loaded.info, prefill=prefill), "prefill", self.backend)
+        return Entrant("prefill", rule.setting(budget), mode, budget=budget)
 
     @property
     def tile(self) -> TileShape:

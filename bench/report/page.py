@@ -20,7 +20,7 @@ import jinja2
 import vl_convert
 from markupsafe import Markup
 
-from sparsekv.bench.compare_file import SPENT, CompareFile, rows, sentences, table_of
+from sparsekv.bench.compare_file import SPENT, CompareFile, rows, sentences, shown, table_of
 from sparsekv.bench.own_file import TITLES, OwnFile, figures, result
 from sparsekv.bench.own_page import remarks, table
 from sparsekv.bench.report import charts, facts
@@ -255,7 +255,11 @@ def _suite(scores: SuiteTable, drawings: _Drawings) -> Section:
 def _compared(file: CompareFile, drawings: _Drawings) -> Section:
     """Methods held to one share or time."""
     every = list(rows(file))
-    points = [facts.CurveRow(row.method, row.length, row.share, max(row.kl, LEAST_KL)) for row in every if row.kl]
+    points = [
+        facts.CurveRow(shown(file, row.method), row.length, row.share, max(row.kl, LEAST_KL))
+        for row in every
+        if row.over_dense
+    ]
     data = drawings.data("compared", facts.CurveRow, points)
     chart = drawings.add("compared-kl", charts.curve_chart(data, SPENT[file.settings.phase]))
     lines = [[*row] for row in table_of(file, every)]

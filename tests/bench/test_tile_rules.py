@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from index_cases import TILES, Layer, layers, make_layer
 from tile_masses import antidiagonal_scores, pooled_scores, visible_tiles
 
-from sparsekv.bench.tile_rules import FlashPrefill, FlexPrefill, XAttention, tile_scores
+from sparsekv.bench.tile_rules import FlashPrefill, XAttention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.index.layout import IndexCall
+from sparsekv.kernels.methods import Layer as Facts
 from sparsekv.kernels.methods import PrefillRule, register
 from sparsekv.kernels.tiles import NO_TILE, Chunk
 from sparsekv.plans.patterns import Dense, Registered, fraction
 
-KINDS = ("antidiagonal", "pooled")
-BY_MASS = {XAttention: "tau", FlexPrefill: "gamma"}
+RULES = {"antidiagonal": XAttention, "pooled": FlashPrefill}
 CLOSE = 1e-5
 often = settings(
     max_examples=60,
@@ -29,20 +29,28 @@ often = settings(
 dense_layers = layers(st.just(Dense()))
 
 
+def facts_of(layer: Layer) -> Facts:
+    return Facts(0, layer.chunk, layer.tile, layer.scale, layer.window)
+
+
 def call_of(layer: Layer) -> IndexCall:
     return IndexCall.of(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, layer.window)
 
 
 def scores_of(kind: str, heads: list[int], layer: Layer) -> torch.Tensor:
-    """[B, h, T, key tiles]; every row tile must come exactly once."""
-    call = call_of(layer)
-    layout = call.layout
-    found_BhTM = torch.full((layout.batch, len(heads), layout.row_tiles, layout.key_tiles), torch.nan)
-    for rows, scores_BhRM in tile_scores(kind, heads, call):
-        assert found_BhTM[:, :, rows].isnan().all()
-        found_BhTM[:, :, rows] = 0.0
-        found_BhTM[:, :, rows, : scores_BhRM.shape[-1]] = scores_BhRM
-    return found_BhTM
+    """[B, h, T, key tiles]: the shares by which a rule takes tiles; 0 in padding."""
+    rule, layout = RULES[kind](), call_of(layer).layout
+    found_BHTM = torch.zeros(layout.batch, layout.heads, layout.row_tiles, layout.key_tiles)
+    seen: list[torch.Tensor] = []
+    rule.taken = lambda part, budget: seen.append(rule.shares(part)) or part.must_TM  # type: ignore[method-assign]
+    rule.tiles(layer.q_BHSD, layer.k_BGKD, facts_of(layer), 1.0)
+    parts = iter(seen)
+    for b, (past, length) in enumerate(zip(layer.chunk.past, layer.chunk.lengths, strict=True)):
+        for group in range(layout.kv_heads if length > past else 0):
+            shares_NTM = next(parts)
+            first = group * layout.group_size
+            found_BHTM[b, first : first + layout.group_size, : shares_NTM.shape[1], : shares_NTM.shape[2]] = shares_NTM
+    return found_BHTM[:, heads]
 
 
 def brute_scores(kind: str, heads: list[int], layer: Layer) -> torch.Tensor:
@@ -64,7 +72,7 @@ def brute_scores(kind: str, heads: list[int], layer: Layer) -> torch.Tensor:
 
 
 @often
-@given(dense_layers, st.sampled_from(KINDS), st.data())
+@given(dense_layers, st.sampled_from([*RULES]), st.data())
 def test_scores_are_what_loops_say_with_poison_all_around(layer: Layer, kind: str, data: st.DataObject) -> None:
     every = range(len(layer.patterns))
     heads = sorted(data.draw(st.sets(st.sampled_from(every), min_size=1)))
@@ -87,7 +95,8 @@ def taken(rule: type[PrefillRule], budget: float, layer: Layer):
     index = build_index(
         patterns, layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, scale=layer.scale, window=layer.window
     )
-    shares_BHTM = scores_of(rule.score, list(range(len(layer.patterns))), layer)
+    kind = next(kind for kind, own in RULES.items() if own is rule)
+    shares_BHTM = scores_of(kind, list(range(len(layer.patterns))), layer)
     for b, (past, length) in enumerate(zip(layer.chunk.past, layer.chunk.lengths, strict=True)):
         for t, first in enumerate(range(past, length, layer.tile.query)):
             last = min(first + layer.tile.query, length) - 1
@@ -99,12 +108,12 @@ def taken(rule: type[PrefillRule], budget: float, layer: Layer):
 
 
 @often
-@given(dense_layers, st.sampled_from([*BY_MASS]), st.one_of(st.just(1.0), st.floats(0.001, 0.999)))
-def test_rows_hold_their_mass_with_the_fewest_tiles(layer: Layer, kind: type[FlexPrefill], budget: float) -> None:
+@given(dense_layers, st.one_of(st.just(1.0), st.floats(0.001, 0.999)))
+def test_rows_hold_their_mass_with_the_fewest_tiles(layer: Layer, budget: float) -> None:
     budget = round(budget, 6)  # as plans have it
-    mass = kind.mass(budget)
-    assert kind().setting(budget) == f"{BY_MASS[kind]} {mass:.4g}"
-    for kept, shares, mandatory, seen in taken(kind, budget, layer):
+    mass = XAttention.mass(budget)
+    assert XAttention().setting(budget) == f"tau {mass:.4g}"
+    for kept, shares, mandatory, seen in taken(XAttention, budget, layer):
         assert mandatory <= kept <= seen
         need, held = mass * sum(shares[tile] for tile in seen), sum(shares[tile] for tile in kept)
         assert held >= need - CLOSE
@@ -126,9 +135,9 @@ def test_rows_take_the_tiles_with_a_share_of_the_best_ones(layer: Layer, budget:
         assert kept == above | mandatory
 
 
-@pytest.mark.parametrize("kind", BY_MASS)
+@pytest.mark.parametrize("kind", RULES.values())
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_scores_that_are_not_numbers_leave_a_list_that_kernels_can_read(kind: type[FlexPrefill], bad: float) -> None:
+def test_scores_that_are_not_numbers_leave_a_list_that_kernels_can_read(kind: type[PrefillRule], bad: float) -> None:
     layer = make_layer([Dense()], Chunk((0,), (700,)), TILES[0])
     layer.q_BHSD[0, :, 500, 3] = bad
     for kept, _, mandatory, seen in taken(kind, 0.4, layer):
