@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -95,8 +96,8 @@ def best(shares_NE: torch.Tensor, count_N: torch.Tensor) -> torch.Tensor:
 def distance(p_NM: torch.Tensor, q_NM: torch.Tensor) -> torch.Tensor:
     """The square root of the Jensen-Shannon divergence."""
     middle_NM = (p_NM + q_NM) / 2
-    parts = [torch.special.xlogy(x_NM, x_NM / middle_NM).nan_to_num(0.0).sum(-1) for x_NM in (p_NM, q_NM)]
-    return (sum(parts) / 2).clamp(min=0.0).sqrt()
+    one_N, other_N = (torch.special.xlogy(x_NM, x_NM / middle_NM).nan_to_num(0.0).sum(-1) for x_NM in (p_NM, q_NM))
+    return torch.sqrt(((one_N + other_N) / 2).clamp(min=0.0))
 
 
 class SkipSoftmax(ByKVHead):
@@ -164,7 +165,7 @@ _SIZES: Mapping[type[Pattern], Sequence[str]] = {
 }
 
 
-def searched(loaded: LoadedModel, length: int, backend: str) -> PrefillPlan:
+def searched(loaded: LoadedModel, length: int, backend: Any) -> PrefillPlan:
     """The prefill phase of the preset's plan, without its test."""
     options = PlanOptions(lengths=(length,), preset="minference", phases=("prefill",), verify="none", backend=backend)
     asked, measured = for_profile(options, profile(job_of(loaded, options)))

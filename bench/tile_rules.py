@@ -87,14 +87,14 @@ class Heads:
         q_XD, layer, back_RS = self.q_NRD[:, rows], self.layer, self.back(rows)
         scores_XS = scaled_scores(q_XD.flatten(0, 1)[None, None], self.k_SD[None, None], layer.scale, layer.softmax.cap)
         hidden_RS = (back_RS < 0) | (back_RS >= (layer.window or len(self.k_SD)))
-        return scores_XS[0, 0].unflatten(0, q_XD.shape[:2]).masked_fill_(hidden_RS, -torch.inf)
+        return torch.unflatten(scores_XS[0, 0], 0, q_XD.shape[:2]).masked_fill_(hidden_RS, -torch.inf)
 
 
 def means(x_XRD: torch.Tensor, size: int, stride: int = 1) -> torch.Tensor:
     """Means of each `size` tokens, apart for each place in a stride: [..., tiles, stride, D]."""
     count = ceil_div(x_XRD.shape[-2], size)
     filled_XRD = pad(x_XRD.float(), (0, 0, 0, count * size - x_XRD.shape[-2]), value=torch.nan)
-    return filled_XRD.unflatten(-2, (count, size // stride, stride)).nanmean(-3).nan_to_num_(0.0)
+    return torch.unflatten(filled_XRD, -2, (count, size // stride, stride)).nanmean(-3).nan_to_num_(0.0)
 
 
 class ByKVHead(PrefillRule):
@@ -155,7 +155,8 @@ class XAttention(ByKVHead):
         tiles, keys = heads.sees_TM.shape[1], tile.key // STRIDE
         sums_NXM = pad(y_NXJ, (0, tiles * keys - strided)).unflatten(2, (tiles, keys)).sum(-1)
         per_tile = (len(heads.sees_TM), tile.query // STRIDE)
-        return sums_NXM.unflatten(1, per_tile).sum(2) / real_X1.unflatten(0, per_tile).sum(1).clamp(min=1)
+        real_T1 = torch.unflatten(real_X1, 0, per_tile).sum(1).clamp(min=1)
+        return torch.unflatten(sums_NXM, 1, per_tile).sum(2) / real_T1
 
     def taken(self, heads: Heads, budget: float) -> torch.Tensor:
         mass = self.mass(budget)
