@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +16,14 @@ from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import BlockSparse, fraction
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.paged.metrics import ServingStats
-from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
-from sparsekv.runtime.vllm.internals import layers_so_far
+from sparsekv.runtime.vllm.engine_host import serving_stats
 
 Prompts = dict[int, list[int]]
-Alone = tuple[list[list[int]], ServingStats]  # answers, and what was counted
 NEW = 16  # tokens of an answer
 DRAFTER = os.environ.get("FUZZ_DRAFTER", "ngram")
 FUZZ_FIRST, FUZZ_COUNT = (
     int(os.environ.get(name, default)) for name, default in (("FUZZ_FIRST", 0), ("FUZZ_COUNT", 20))
 )
-
-
-@pytest.fixture(scope="module")
-def alone(without: Any, repeated: list[list[int]]) -> Alone:
-    """The plan without a drafter, prompts one at a time."""
-    reset_stats(without)
-    return [tokens_of(generate(without, [prompt], NEW)[0]) for prompt in repeated], serving_stats(without)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("method", "layers"), [("ngram", 0), ("suffix", 0), ("draft_model", 12), ("eagle3", 1), ("mtp", 1)]
-)
-def test_answers_are_those_without_a_drafter_at_the_same_cuts(
-    method: str, layers: int, beside: Callable[[str], Any], alone: Alone, repeated: list[list[int]]
-) -> None:
-    llm = beside(method)
-    attending = [layer.impl for layer in layers_so_far(llm.llm_engine.vllm_config).values()]
-    assert [getattr(impl, "plan_host", None) is None for impl in attending] == [False] * 12 + [True] * layers
-    answers, plain = alone
-    reset_stats(llm)
-    before = accepted(llm)
-    assert [tokens_of(generate(llm, [prompt], NEW)[0]) for prompt in repeated] == answers
-    least = {"draft_model": len(repeated) * NEW // 2, "eagle3": -1}  # which is random
-    assert accepted(llm) - before > least.get(method, len(repeated))
-    stats = serving_stats(llm)
-    assert stats.sparse_tokens == plain.sparse_tokens > 3000
-    assert stats.tiles_computed == plain.tiles_computed
-    assert stats.decode_sparse >= plain.decode_sparse > 2 * NEW  # drafts that were rejected, too
-    assert (stats.decode_left, stats.failures) == (0, 0)
 
 
 def test_requests_together_that_are_preempted_answer_as_dense(

@@ -12,7 +12,9 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm_drafters import accepted
 from vllm_engine import generate, preemptions, tokens_of
 
+from sparsekv.runtime.paged.metrics import ServingStats
 from sparsekv.runtime.vllm.engine_host import reset_stats, serving_stats
+from sparsekv.runtime.vllm.internals import layers_so_far
 
 NEW = 24  # tokens of an answer
 GREEDY = {"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True, "logprobs": 2}
@@ -67,35 +69,43 @@ def played(llm: Any, asked: Asked) -> tuple[dict[str, Any], set[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(without: Any, asked: Asked) -> dict[str, Any]:
+def expected(without: Any, asked: Asked) -> tuple[dict[str, Any], ServingStats]:
+    """Answers, and what was counted."""
+    reset_stats(without)
     answers, _ = played(without, asked)
     alike = {name for name, (prompt, _) in asked.items() if tokens_of(answers[name]) == tokens_of(answers["plain"])}
     assert alike == {"plain", "cancelled", "log-probabilities"}
-    return answers
+    return answers, serving_stats(without)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize(
+    ("method", "layers"), [("ngram", 0), ("suffix", 0), ("draft_model", 12), ("eagle3", 1), ("mtp", 1)]
+)
 def test_requests_of_every_kind_have_the_answers_without_a_drafter(
-    method: str, beside: Callable[[str], Any], asked: Asked, expected: dict[str, Any]
+    method: str, layers: int, beside: Callable[[str], Any], asked: Asked, expected: tuple[dict[str, Any], ServingStats]
 ) -> None:
+    """A drafter's own layers are not the plan's, whatever their names and shapes are."""
     llm = beside(method)
-    reset_stats(llm)
-    before = accepted(llm)
-    answers, drafted = played(llm, asked)
+    attending = [layer.impl for layer in layers_so_far(llm.llm_engine.vllm_config).values()]
+    assert [getattr(impl, "plan_host", None) is None for impl in attending] == [False] * 12 + [True] * layers
+    (answers, drafted), (wanted_of, plain) = played(llm, asked), expected
     assert [name for name in asked if answers[name] is None] == ["cancelled", "cancelled as well"]
     for name, output in answers.items():
         if output is not None:
-            (answer,), (wanted,) = output.outputs, expected[name].outputs
+            (answer,), (wanted,) = output.outputs, wanted_of[name].outputs
             assert (name, answer.token_ids, answer.text) == (name, wanted.token_ids, wanted.text)
             assert (answer.finish_reason, answer.stop_reason) == (wanted.finish_reason, wanted.stop_reason)
             assert [likely(at) for at in answer.logprobs] == [
                 pytest.approx(likely(at), abs=2e-3) for at in wanted.logprobs
             ]
     stats = serving_stats(llm)
-    assert accepted(llm) > before
+    assert accepted(llm, "draft_tokens") > accepted(llm) > 0
     assert {1, 2 if method == "mtp" else 3} <= drafted
-    assert stats.decode_sparse > 8 * NEW
+    assert stats.sparse_tokens == plain.sparse_tokens > 3000
+    assert stats.tiles_computed == pytest.approx(plain.tiles_computed)
+    assert plain.decode_sparse > 8 * NEW
+    assert stats.decode_sparse > plain.decode_sparse - 2 * NEW  # of which two were cancelled
     assert (stats.decode_left, stats.failures, preemptions(llm)) == (0, 0, 0)
 
 
