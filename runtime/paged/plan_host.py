@@ -106,7 +106,6 @@ class PlanHost:
         self.scratch = scratch
         self.decode: DecodeHost | None = None  # where the plan has a sparse one
         self.captured: CapturedPrefill | None = None  # where the engine's GPU runs graphs of it
-        self.float8 = False  # keys and values
         self.drafts = False  # whether decode of the plan only drafts, and a dense pass checks
         self.pays = program.hint  # until it is measured
         self.counters = Counters()

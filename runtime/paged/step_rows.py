@@ -139,9 +139,9 @@ class DecodeHost:
         most, out_dtype = len(self._lengths_R), pages[0].dtype if scales is None else scales.dtype
         q_dtype = out_dtype if scales is None or scales.q_G is None else FLOAT8
         for rows in sorted({*(1 << power for power in range(most.bit_length())), most}):
-            table_BP = self._lengths_R.new_zeros((rows, -(-longest // page)))
+            table_BP = self._lengths_R.new_zeros((1, -(-longest // page))).expand(rows, -1)
             starts_X = torch.arange(rows + 1, dtype=torch.int32, device=table_BP.device) if self._queries > 1 else None
-            step = self.begin(table_BP[:, 0], (), table_BP, None, 0, starts_X, rows)
+            step = self.begin(self._lengths_R.new_zeros(rows), (), table_BP, None, 0, starts_X, rows)
             for layer in layers:
                 # A filter layer may have another kind of cache than layers of its segment.
                 if layer.role.is_sparse and layer.role.can_step(self._state):

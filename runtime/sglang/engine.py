@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +33,13 @@ TESTED = ("0.5.23",)
 _UNLIKE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 
 
+class ServedPlan(PlanHost):
+    """A plan at work in an engine of SGLang."""
+
+    float8 = False  # keys and values
+    step = 0  # most tokens that are computed at once
+
+
 def with_plan(backend: Any, runner: Any, required: bool) -> Any:
     """The attention backend of a runner, with the plan beside its model; as it is where none lies there, or the engine
     cannot run it.
@@ -45,7 +52,8 @@ def with_plan(backend: Any, runner: Any, required: bool) -> Any:
         if path is None:  # and nothing else of SGLang has been looked at
             return backend
         host = _started(path, backend, runner)
-        layers = {layer.layer_id: _planned_layer(host, layer) for layer in _attention_of(runner.model)}
+        attention = [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]
+        layers = {layer.layer_id: _planned_layer(host, layer) for layer in attention}
     except (SparseKVError, *_UNLIKE) as error:
         if not isinstance(error, SparseKVError):
             error = UnsupportedError(f"the engine could not be read ({type(error).__name__}: {error})")
@@ -61,7 +69,7 @@ def with_plan(backend: Any, runner: Any, required: bool) -> Any:
     backend.plan_host, backend.plan_layers, backend.plan_page = host, layers, runner.page_size
     backend.needs_cpu_seq_lens = True  # the host decides by lengths which rows choose
     if runner.device == "cuda":
-        backend.warm_up()
+        _warm_up(backend, attention, host.step)
     logger.info("sparsekv: %s by %s, kernels: %s", host.phases, path, host.backend)
     return backend
 
@@ -76,7 +84,7 @@ def _plan_path(model: Any, required: bool) -> Path | None:
     return path
 
 
-def _started(path: Path, backend: Any, runner: Any) -> PlanHost:
+def _started(path: Path, backend: Any, runner: Any) -> ServedPlan:
     plan, settings, model = load_plan(path), resolved_view(runner.server_args), runner.model_config
     parallel = get_parallel()
     cache = "auto" if runner.kv_cache_dtype == runner.dtype else str(runner.kv_cache_dtype).removeprefix("torch.")
@@ -90,6 +98,7 @@ def _started(path: Path, backend: Any, runner: Any) -> PlanHost:
         step=settings.chunked_prefill_size if settings.chunked_prefill_size > 0 else model.context_len,
         rows=runner.req_to_token_pool.size,
         rank=Rank(parallel.attn_tp_rank, parallel.attn_tp_size),
+        page=runner.page_size,
         graphs=runner.device == "cuda",
         float8=cache != "auto",
         quantization=model.quantization and str(model.quantization),
@@ -114,8 +123,8 @@ def _started(path: Path, backend: Any, runner: Any) -> PlanHost:
     )
     if settings.speculative_algorithm is not None and segments_of(plan):
         logger.warning("sparsekv: rows that verify drafts attend to everything: decode of the plan is not used")
-    host = start(PlanHost, plan, path, engine, Wanted(able), _gather)
-    host.float8 = engine.float8
+    host = start(ServedPlan, plan, path, engine, Wanted(able), _gather)
+    host.float8, host.step = engine.float8, engine.step
     return host
 
 
@@ -169,11 +178,7 @@ def _of_settings(settings: Any, runner: Any, cache: str) -> dict[str, object]:
     }
 
 
-def _attention_of(model: torch.nn.Module) -> Iterator[Any]:
-    return (layer for layer in model.modules() if isinstance(layer, RadixAttention))
-
-
-def _planned_layer(host: PlanHost, layer: Any) -> PlannedLayer:
+def _planned_layer(host: ServedPlan, layer: Any) -> PlannedLayer:
     """A layer of the engine and its program, which is lowered by the model's config."""
     program, window = host.program.layers[layer.layer_id], layer.sliding_window_size
     window = None if window is None or window < 0 else window + 1  # SGLang leaves out a token's own
@@ -193,6 +198,24 @@ def _planned_layer(host: PlanHost, layer: Any) -> PlannedLayer:
         scales = Scales(k_G, v_G, stored)
     softmax = Softmax(layer.logit_cap, None) if layer.logit_cap else PLAIN
     return PlannedLayer(program, layer.scaling, softmax, scales)
+
+
+def _warm_up(backend: Any, attention: Sequence[Any], step: int) -> None:
+    """Compiles what steps launch, before graphs are captured and anybody waits."""
+    host, first = backend.plan_host, attention[0]
+    planned, (dtype, device) = backend.plan_layers[first.layer_id], host.scratch.kind
+    for layer in attention:
+        own = backend.plan_layers[layer.layer_id]
+        q_THD = torch.zeros(step, layer.tp_q_head_num, layer.head_dim, dtype=dtype, device=device)
+        host.warm_up(own.program, q_THD, own.softmax, own.scale)
+    pages, table_P = backend.pages(first), torch.zeros(1, dtype=torch.int32, device=device)
+    host.scratch.copy(pages, table_P, 1, planned.scales)
+    if host.captured is not None:
+        sparse = next(own for own in backend.plan_layers.values() if own.program in host.program.prefilling)
+        host.captured.warm_up(sparse.program, pages, sparse.scale, sparse.softmax, sparse.scales)
+    if host.decode is not None:
+        programs = [own.program for own in backend.plan_layers.values()]
+        host.decode.warm_up(programs, pages, host.longest, planned.softmax, planned.scales)
 
 
 def _gather(x: torch.Tensor) -> torch.Tensor:

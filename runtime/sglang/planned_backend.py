@@ -146,7 +146,7 @@ class Planned:
             self._store(layer, forward_batch, k, v)
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         out_THD = torch.empty_like(q_THD)
-        given = _Layer(planned, q_THD, (k, v), self._pages(layer), step.table)
+        given = _Layer(planned, q_THD, (k, v), self.pages(layer), step.table)
         done = self._sparse(given, sparse, out_THD)
         if decode is not None:
             first = len(step.starts) - 1 - len(decode.requests)
@@ -269,7 +269,7 @@ class Planned:
         scales = (layer.k_scale, layer.v_scale) if self.plan_device is OnCuda else ()
         self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_layer(forward_batch, layer), k, v, *scales)
 
-    def _pages(self, layer: Any) -> Pages:
+    def pages(self, layer: Any) -> Pages:
         """Keys and values in pages, [N, G, S, D] each: views. The getters wait for a layer that is being loaded."""
         pool, size = self.token_to_kv_pool, (layer.tp_k_head_num, layer.head_dim)
         k_NGSD, v_NGSD = (
@@ -281,7 +281,7 @@ class Planned:
     def _attend(
         self, planned: PlannedLayer, decode: DecodeRows, q_BHD: torch.Tensor, layer: Any, out_BHD: torch.Tensor
     ) -> None:
-        pages = self._pages(layer)
+        pages = self.pages(layer)
         decode.attend(planned.program, q_BHD, pages, out_BHD, planned.scale, planned.softmax, planned.scales)
 
     def _sparse(self, given: _Layer, sparse: Sequence[PrefillRows], out_THD: torch.Tensor) -> set[int]:

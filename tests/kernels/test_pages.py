@@ -10,14 +10,19 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("tokens_first", [True, False], ids=["tokens first", "heads first"])
-@pytest.mark.parametrize(("page", "size", "length"), [(16, 64, 80), (48, 40, 200), (32, 128, 130), (272, 40, 1100)])
+@pytest.mark.parametrize(
+    ("page", "size", "length"),
+    [(1, 64, 300), (8, 40, 130), (16, 64, 80), (48, 40, 200), (32, 128, 130), (272, 40, 1100)],
+)
 def test_pages_with_keys_and_values_side_by_side_are_copied_in_order(
     tokens_first: bool, page: int, size: int, length: int
 ) -> None:
-    shape = (40, page, 3, 2 * size) if tokens_first else (40, 3, page, 2 * size)
+    used = -(-length // page)
+    count = used + 35
+    shape = (count, page, 3, 2 * size) if tokens_first else (count, 3, page, 2 * size)
     cache = torch.randn(shape, device=DEVICE)
     pages = (cache.transpose(1, 2) if tokens_first else cache).split(size, -1)
-    table_P = torch.randperm(40, device=DEVICE)[:5].int()
+    table_P = torch.randperm(count, device=DEVICE)[:used].int()
     into = tuple(torch.full((3, length, size), torch.nan, device=DEVICE) for _ in range(2))
     copy_pages(pages, table_P, into)
     expected = KeyView(*pages, torch.tensor([length], dtype=torch.int32, device=DEVICE), table_P[None])

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang_engine import BUDGET, NEW, SLOTS, Asked, Engine
+import torch
+from sglang_engine import BUDGET, NEW, SLOTS, Asked, Engine, prompt_of
 from vllm_engine import Oracle
 
 from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.phases import PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return Random(f"{length} {seed}").choices(range(1, 128), k=length)
 
 
 def assert_same(request: Asked, oracle: Oracle) -> None:
@@ -111,3 +109,40 @@ def test_a_dense_plan_changes_nothing(engine: Engine, plan: Plan, tmp_path: Path
         engine.use(backend)
         answers.append([(r.tokens, r.logprobs) for r in engine.answer([Asked(prompt_of(n)) for n in (300, 900, 1300)])])
     assert answers[0] == answers[1]
+
+
+def test_rows_that_are_left_to_flash_attention_are_given_by_its_metadata(
+    engine: Engine, planned: Any, sparse: Oracle
+) -> None:
+    """As on a GPU, but for graphs: parts of a step, and lengths of 0 where ours computes a row."""
+    from sglang_paged import PagedBackend
+
+    from sparsekv.runtime.sglang.planned_backend import OnCuda, with_methods
+
+    ours = with_methods(PagedBackend(engine.runner), OnCuda)
+    for name in ("plan_host", "plan_layers", "plan_page", "needs_cpu_seq_lens"):
+        setattr(ours, name, getattr(planned, name))
+    engine.use(ours)
+    lengths = (900, 200, 1100, 60, 730)
+    requests = [Asked(prompt_of(length), 20, at=4 * number) for number, length in enumerate(lengths)]
+    for request in engine.answer(requests):
+        assert_same(request, sparse)
+    assert planned.plan_host.counters.read().decode_sparse
+
+
+def test_pages_of_several_tokens_are_found_by_slots(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparsekv.runtime.sglang.planned_backend import OnCpu
+
+    page, order = 16, Random(0).sample(range(60), 60)
+    slots_P = torch.tensor([place * page + token for place in order for token in range(page)], dtype=torch.int32)
+    monkeypatch.setattr(planned, "plan_page", page)
+    monkeypatch.setattr(planned.req_to_token_pool, "req_to_token", slots_P[None])
+    table_BP = OnCpu.table(planned, SimpleNamespace(req_pool_indices=torch.tensor([0])), 100)
+    assert table_BP.tolist() == [order[:7]]
+    k_TGD, v_TGD = torch.randn(2, 10 * page, 2, 32)
+    pool = SimpleNamespace(get_key_buffer=lambda layer: k_TGD, get_value_buffer=lambda layer: v_TGD)
+    monkeypatch.setattr(planned, "token_to_kv_pool", pool)
+    both = planned.pages(SimpleNamespace(layer_id=1, tp_k_head_num=2, head_dim=32))
+    for x_NGSD, x_TGD in zip(both, (k_TGD, v_TGD), strict=True):
+        assert torch.equal(x_NGSD.transpose(1, 2).flatten(0, 1), x_TGD)
+        assert x_NGSD.data_ptr() == x_TGD.data_ptr()

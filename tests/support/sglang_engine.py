@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +50,10 @@ class Asked:
     @property
     def logprobs(self) -> list[float]:
         return list(self.req.logprob.output_token_logprobs_val)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return Random(f"{length} {seed}").choices(range(1, 128), k=length)
 
 
 class Engine:
