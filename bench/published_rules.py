@@ -116,7 +116,7 @@ class SkipSoftmax(ByKVHead):
 
     def _parts(self, heads: Heads, threshold: float) -> Iterator[torch.Tensor]:
         query, key, rows = heads.layer.tile.query, heads.layer.tile.key, heads.q_NRD.shape[1]
-        far = math.log(threshold) if threshold else -math.inf
+        far = min(0.0, math.log(threshold)) if threshold else -math.inf  # a new maximum is never left out
         for part in blocks(ceil_div(rows, query), len(heads.q_NRD) * query * len(heads.k_SD)):
             scores_NRS = heads.scores(slice(part.start * query, min(part.stop * query, rows)))
             missing = (0, -scores_NRS.shape[2] % key, 0, -scores_NRS.shape[1] % query)

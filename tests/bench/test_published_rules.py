@@ -68,14 +68,14 @@ def key_of(layer: Layer, b: int, h: int) -> torch.Tensor:
 
 
 @by_case
-@pytest.mark.parametrize("budget", [0.2, 0.4])
+@pytest.mark.parametrize("budget", [0.05, 0.2, 0.4])
 def test_a_tile_is_skipped_that_lies_below_the_running_maximum_of_all_its_rows(case: str, budget: float) -> None:
     layer = layer_of(case)
     found, key = taken(SkipSoftmax(), layer, budget), layer.tile.key
     scores = {at: logits(layer, *at) for at in {at[:2] for at, *_ in row_tiles(layer)}}
     for (b, h, t), first, last, seen in row_tiles(layer):
         factor, past = SkipSoftmax.factor(budget), layer.chunk.past[b]
-        least = math.log(factor / layer.chunk.lengths[b]) if factor else -math.inf
+        least = min(0.0, math.log(factor / layer.chunk.lengths[b])) if factor else -math.inf
         rows_RS = scores[b, h][first - past : last - past + 1]
         kept, close, running_R = set(), set(), np.full(len(rows_RS), -np.inf)
         for tile in sorted(seen):
