@@ -36,7 +36,7 @@ from sparsekv.kernels.methods import (
     registry,
 )
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.evaluation import Mode, PlanMode
+from sparsekv.planner.evaluation import PlanMode
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.job import head_shape
 from sparsekv.planner.options import PlanOptions, settle
@@ -88,7 +88,7 @@ class Entrant:
 
     phase: Phase
     setting: str
-    mode: Mode | None = None
+    mode: PlanMode | None = None
     steps: Callable[[ObservedPrompt], tuple[StepRule, float | None]] | None = None
     score: EvictionScore | None = None
     cached: float | None = None

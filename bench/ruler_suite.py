@@ -1,4 +1,4 @@
-"""Tasks that `eval --suite` runs: RULER's (arXiv 2404.06654, section 3) by RULER's names and sizes, and a long answer.
+"""Tasks that `eval` runs: RULER's (arXiv 2404.06654, section 3) by RULER's names and sizes, and a long answer.
 
 RULER's qa_1 and qa_2 need a corpus of questions, which is not part of sparsekv. The wording is our own, and no solved
 example stands in front. Prompts end in a cue, the beginning of the answer, as RULER's do.

@@ -22,7 +22,7 @@ import torch
 from sparsekv.bench import ruler_suite
 from sparsekv.bench.ruler_suite import SUITES, RulerTask, recall
 from sparsekv.planner.evaluation.batches import prompts_at_once
-from sparsekv.planner.evaluation.predictions import DENSE, Mode, PlanMode, goes_on, prefill, until_end, without_plans
+from sparsekv.planner.evaluation.predictions import DENSE, PlanMode, goes_on, prefill, until_end, without_plans
 from sparsekv.planner.evaluation.results import Interval, Spent, score_interval
 from sparsekv.planner.progress import Progress, StageStep, prefill_work
 from sparsekv.planner.records import RunFile, RunRecord, RunSettings, check_same, difference, versions
@@ -85,9 +85,9 @@ class ModelRun(RunSettings):
 
 
 class SuiteRun(ModelRun):
-    """One run of `eval --suite`."""
+    """One run of `eval`."""
 
-    WHAT: ClassVar[str] = "results of `eval --suite`"
+    WHAT: ClassVar[str] = "results of `eval`"
     RECORDS: ClassVar[Any] = SuiteCell
     kind: Literal["sparsekv.suite"] = "sparsekv.suite"
     schema_version: Literal[2] = 2
@@ -148,7 +148,7 @@ class SuiteTable:
 
         lengths = tuple(n for n in sorted({length for _, _, length in cells}) if is_whole(DENSE, (n,)))
         if not lengths:
-            raise PlanError("expected a length at which all tasks were run, found none; let `eval --suite` go on first")
+            raise PlanError("expected a length at which all tasks were run, found none; let `eval` go on first")
         methods = dict.fromkeys(method for method, _, _ in cells if method != DENSE)
         return cls(file, tuple(method for method in methods if is_whole(method, lengths)), lengths)
 
@@ -225,7 +225,7 @@ class SuiteSamples:
 
 def run_suite(
     loaded: LoadedModel,
-    modes: Mapping[str, Mode],
+    modes: Mapping[str, PlanMode],
     asked: SuiteSamples,
     file: RunFile[Any],
     *,
@@ -263,16 +263,16 @@ class _Run:
     asked: SuiteSamples
     step: StageStep
 
-    def cell(self, method: str, mode: Mode | None) -> SuiteCell:
+    def cell(self, method: str, mode: PlanMode | None) -> SuiteCell:
         with mode.running(self.loaded.model) if mode else _dense() as spent:
             texts = [text for batch in self._batches() for text in self._generated(method, batch)]
             computed = spent()
-        if isinstance(mode, PlanMode):
+        if mode:
             mode.check(len(self.samples[0].prompt_ids), computed)
         both = list(zip(texts, self.samples, strict=True))
         return SuiteCell(
             method=method,
-            plan=executed_digest(mode.plan) if isinstance(mode, PlanMode) else None,
+            plan=executed_digest(mode.plan) if mode else None,
             device=device_name(self.loaded.model.device),
             task=self.task,
             length=self.length,

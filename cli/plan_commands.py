@@ -71,7 +71,7 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="FILE",
-            help="Its profile, and what `compare`, `eval --suite` and `bench own` wrote.",
+            help="Its profile, and what `compare`, `eval` and `bench own` wrote.",
             show_default=False,
         ),
     ] = None,
@@ -111,7 +111,7 @@ def _suite_of(plan: Plan, path: Path) -> SuiteTable:
     if not same_architecture(file.settings.architecture, plan.model.fingerprint.architecture):
         raise PlanMismatchError(
             f"expected results of {plan.model.id} in {path}, found some of {file.settings.model}, of another "
-            "architecture; run `eval --suite` with this plan"
+            "architecture; run `eval` with this plan"
         )
     if executed_digest(plan) not in (cell.plan for cell in file.all(SuiteCell).values()):
         tell(f"{path}: its results are of other plans than this one")

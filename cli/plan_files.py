@@ -146,7 +146,7 @@ _WHAT = {
     "page": "a page of `sparsekv report`",
     "outcomes": "outcomes of a verification",
     "compare": "what `compare` wrote",
-    "suite": "what `eval --suite` wrote",
+    "suite": "what `eval` wrote",
     "own": "figures of `bench own`",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -11,11 +12,11 @@ from sparsekv.cli.output import emit, emit_json, emit_verdict, print_parts, tell
 from sparsekv.cli.plan_files import answered_prompts, check_replaceable, check_writable, outcomes_beside, own_prompts
 from sparsekv.planner.flags import Flag, Lengths, Unread
 from sparsekv.planner.options import (
-    Drawn,
     GivenPrompt,
     Hardware,
     PlanOptions,
     Settled,
+    TaskSamples,
     digest_of_prompts,
     lengths_to_verify,
     set_aside,
@@ -26,13 +27,14 @@ from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo, same_architecture
 from sparsekv.plans.schema import NOTHING_SPARSE, Plan, check_model, to_data
+from sparsekv.plans.types import columns, format_length
 
 if TYPE_CHECKING:
     from sparsekv.planner.verify import Verification
     from sparsekv.runtime.hf.load import LoadedModel
 
 
-class VerifyFlags(Subjects, Drawn, Hardware, Output):
+class VerifyFlags(Subjects, TaskSamples, Hardware, Output):
     group: ClassVar = "Verification"
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(("tasks", "seed"), "no samples are drawn", ("prompts_file",)),
@@ -160,16 +162,22 @@ def _verify(flags: VerifyFlags, subject: Subject, plan: Plan, file: Path | None 
 
 def _diagnose(flags: VerifyFlags, plan: Plan, loaded: LoadedModel, settled: Settled) -> None:
     """Prints each phase alone and both together, on a few prompts of each task; it verifies nothing."""
-    from sparsekv.cli.eval import tasks_data, tasks_text
     from sparsekv.planner.progress import BarProgress
-    from sparsekv.planner.verify import DIAGNOSED, diagnose
+    from sparsekv.planner.verify import diagnose
 
-    by_phase = diagnose(loaded, plan, settled, BarProgress())
+    scores = diagnose(loaded, plan, settled, BarProgress())
     if flags.as_json:
-        emit_json({name: [tasks_data(part, DIAGNOSED, True) for part in parts] for name, parts in by_phase.items()})
+        emit_json([asdict(score) for score in scores])
         return
-    for phase, results in by_phase.items():
-        emit(f"{phase}\n\n{tasks_text(results, str(DIAGNOSED), phase)}\n")
+    rows = [
+        (
+            *(one.phase, one.task, format_length(one.length), f"{one.dense} -> {one.plan} of {one.prompts}"),
+            *(f"{one.kl:.3g}", f"{one.density:.3f}", f"{one.read:.3f}"),
+        )
+        for one in sorted(scores, key=lambda score: ("prefill", "decode", "both").index(score.phase))
+    ]
+    header = ("phase", "task", "length", "right, dense -> plan", "divergence, nats", "tiles", "tokens")
+    emit(columns([header, *rows], right=(2, 4, 5, 6)))
 
 
 def _of_these_weights(plan: Plan, model: ModelInfo) -> Plan:

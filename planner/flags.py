@@ -273,13 +273,10 @@ def _share(text: str) -> float | None:
     return share if 0.0 < share <= 1.0 else None
 
 
-def one_of(names: Sequence[str], otherwise: Callable[[str], str] = lambda _: "") -> AfterValidator:
-    """A validator that takes one of some names; `otherwise` gives advice for another."""
-
+def one_of(names: Sequence[str]) -> AfterValidator:
     def known(name: str) -> str:
         if name not in names:
-            advice = otherwise(name) or did_you_mean(name, names)
-            raise ValueError(f"expected one of {', '.join(names)}, found {name!r:.40}{advice}")
+            raise ValueError(f"expected one of {', '.join(names)}, found {name!r:.40}{did_you_mean(name, names)}")
         return name
 
     return AfterValidator(known)

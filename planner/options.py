@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -52,16 +51,6 @@ TASKS = (
 )
 
 
-def _instead(name: str) -> str:
-    if name in ("qa_1", "qa_2"):
-        return "; it needs a corpus of questions: use lm-evaluation-harness (examples/with_lm_eval.py)"
-    of_suite = re.fullmatch("niah_(single|multikey)_[123]|vt|cwe|fwe", name)
-    return "; `eval --suite ruler`, which runs tasks of its own, has it" if of_suite else ""
-
-
-DEFAULT_TASKS = TASKS[: TASKS.index("perplexity") + 1]  # what is published was measured on these
-
-
 # --- samples and prompts ----------------------------------------------------------------------------------------------
 
 Seed = Annotated[int, Field(ge=0, le=(1 << 32) - 1), Key("Seed of samples and of sampling; 0 by default.", "N")]
@@ -74,24 +63,28 @@ PrefillChunk = Annotated[
 ]
 
 
-Tasks = Annotated[tuple[Annotated[str, one_of(TASKS, _instead)], ...], text(words), AfterValidator(each_once)]
+Tasks = Annotated[tuple[Annotated[str, one_of(TASKS)], ...], text(words), AfterValidator(each_once)]
 
 
 class Drawn(Options):
     group: ClassVar = "Machine"
-    tasks: Annotated[
-        Tasks,
-        Key(
-            f"Tasks: {', '.join(TASKS)}. By default the first {len(DEFAULT_TASKS)}; `plan` takes quotations, text, and "
-            "the retrieval that the model can answer.",
-            "NAMES",
-        ),
-    ] = ()
     seed: Seed = 0
     batch: Annotated[int | None, Field(ge=1, le=MOST, description="Most samples run at once; as fits by default.")] = (
         None
     )
     prefill_chunk: PrefillChunk = None
+
+
+class TaskSamples(Drawn):
+    group: ClassVar = "Machine"
+    tasks: Annotated[
+        Tasks,
+        Key(
+            f"Tasks: {', '.join(TASKS)}. `plan` takes by default quotations, text, and the retrieval that the model "
+            "can answer.",
+            "NAMES",
+        ),
+    ] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +270,7 @@ class DecodeSearch(Options):
 VerifySize = Literal["small", "full", "none"]
 
 
-class PlanOptions(Targets, Search, DecodeSearch, Drawn, Hardware):
+class PlanOptions(Targets, Search, DecodeSearch, TaskSamples, Hardware):
     """Says how to plan."""
 
     group: ClassVar = "Verification"

@@ -22,10 +22,9 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsekv.kernels.backends import choose_backend
-from sparsekv.planner.evaluation import EvalSamples, Mode, PlanMode, evaluate, opened
+from sparsekv.planner.evaluation import EvalSamples, PlanMode, opened
 from sparsekv.planner.evaluation.batches import dense_step, step_of
 from sparsekv.planner.evaluation.given import GivenSamples, HeldOut, samples_of
-from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.fixed_test import (
     LONG,
     SIZES,
@@ -226,16 +225,47 @@ def _settings(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PhaseScore:
+    """One phase of a plan, or both, beside dense on a few prompts of a task and length: right answers, mean divergence
+    in nats, and the shares of tiles and cached tokens that were computed."""
+
+    phase: PhaseName
+    task: str
+    length: int
+    prompts: int
+    dense: int
+    plan: int
+    kl: float
+    density: float
+    read: float
+
+
 def diagnose(
     loaded: LoadedModel, plan: Plan, options: Settled, progress: Progress | None = None
-) -> dict[PhaseName, tuple[EvalResult, ...]]:
-    """Each phase alone, and both together, on a few prompts of each task; a result a length. It verifies nothing."""
+) -> tuple[PhaseScore, ...]:
+    """Each phase alone, and both together, on a few prompts of each task. It verifies nothing."""
     samples, _ = _samples(loaded, plan, options, VerifyRun("small", 1, level_of_run(1)), (), None)
-    how = (options.backend, options.kv_dtype)
+    samples, kit = replace(samples, samples=DIAGNOSED), prepare(loaded.tokenizer, Split.EVALUATION)
+    samples.check_fit(kit)
     phases: tuple[PhaseName, ...] = ("prefill", "decode", "both")
-    modes: dict[str, Mode] = {phase: PlanMode(plan, phase, *how) for phase in phases}
-    results = evaluate(loaded, modes, replace(samples, samples=DIAGNOSED), None, progress)
-    return {phase: results[phase] for phase in phases}
+    modes: dict[str, PlanMode] = {phase: PlanMode(plan, phase, options.backend, options.kv_dtype) for phase in phases}
+    cells, scores = cells_tested(samples.tasks, samples.lengths), []
+    whole = (1 + len(phases)) * DIAGNOSED * sum(prefill_work(length) for length, _ in cells)
+    chunk = samples.prefill_chunk
+    with (
+        opened(loaded, modes, samples.batch, chunk, chunk) as evaluator,
+        (progress or Progress()).stage("evaluate", whole) as step,
+    ):
+        for length, task in cells:
+            dense = evaluator.dense(replace(samples, tasks=(task,)).drawn(kit, length), step)
+            right = sum(bool(one.correct) for run in dense for one in run.outcomes)
+            for phase in phases:
+                found = evaluator.beside(dense, phase, step)
+                kept = sum(bool(one.correct) for one in found.outcomes)
+                shares = float(np.mean(found.kl)), found.spent.density, found.spent.read
+                scores.append(PhaseScore(phase, task, length, DIAGNOSED, right, kept, *shares))
+    return tuple(scores)
 
 
 def verify_plan(

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from sparsekv.planner.evaluation import EvalSamples, Evaluator, Mode, PlanMode
+from sparsekv.planner.evaluation import EvalSamples, Evaluator, PlanMode
 from sparsekv.planner.evaluation.evaluator import DenseBatch
 from sparsekv.planner.evaluation.given import NEAR_END, GivenSamples
 from sparsekv.planner.evaluation.results import Exact, LongText, Outcome, Spent
@@ -65,11 +65,11 @@ def content_seed(plan: Plan, run: int) -> int:
     return int(hashlib.sha256(f"{executed_digest(plan)}/{run}".encode()).hexdigest()[:8], 16)
 
 
-def modes_of(plan: Plan, options: Settled, dtype: torch.dtype) -> dict[str, Mode]:
+def modes_of(plan: Plan, options: Settled, dtype: torch.dtype) -> dict[str, PlanMode]:
     """The plan; and the kernels with every tile and token computed, over keys and values as the plan has them, but in
     float32, where their rounding is nothing, and but for shared choices, which transformers' own kernels attend to."""
     how = (options.backend, options.kv_dtype)
-    modes: dict[str, Mode] = {BOTH: PlanMode(plan, "both", *how)}
+    modes = {BOTH: PlanMode(plan, "both", *how)}
     is_exact = plan.index_sharing is not None or (dtype == torch.float32 and options.kv_dtype == "auto")
     return modes if is_exact else modes | {WHOLE: PlanMode(_whole(plan), "both", *how)}
 
@@ -279,18 +279,16 @@ class Cells:
         asked = replace(self.samples, tasks=(task,), lengths=(length,), samples=count, first=first)
         drawn = asked.drawn(self.kit, length)
         closely = max(0, self.sizes.closely - first)
-        plain = self.evaluator if self.reads_texts else replace(self.evaluator, greedy=False, text=0)
+        plain = self.evaluator if self.reads_texts else replace(self.evaluator, text=0)
         parts = ((self.evaluator, drawn[:closely]), (plain, drawn[closely:]))
-        found = [one for evaluator, some in parts for one in (evaluator.dense(some, self.step) if some else ())]
-        check_finite(_outcomes(found), "without a plan")
-        return found
+        return [one for evaluator, some in parts for one in (evaluator.dense(some, self.step) if some else ())]
 
     def _beside(self, task: str, length: int, dense: Sequence[DenseBatch], *, more: bool = False) -> CellOutcomes:
         plan = self.evaluator.beside(dense, BOTH, self.step)
         rounding: tuple[float, ...] = ()
         if WHOLE in self.evaluator.modes and not more:
             whole = self.evaluator.beside(_first_prompts(dense, self.sizes.closely), WHOLE)
-            check_finite(whole.outcomes, "with every tile computed")
+            check_finite(whole.outcomes)
             rounding = whole.kl
         right, kl = zip(*map(finite, plan.outcomes), strict=True)
         return CellOutcomes(
@@ -319,11 +317,11 @@ def _first_prompts(dense: Sequence[DenseBatch], least: int) -> Iterator[DenseBat
         count += len(batch.outcomes)
 
 
-def check_finite(outcomes: Sequence[Outcome], how: str) -> None:
-    """Refuses a model, or kernels, that a plan cannot be compared with."""
+def check_finite(outcomes: Sequence[Outcome]) -> None:
+    """Refuses kernels that a plan cannot be compared with."""
     bad = sum(not outcome.is_finite for outcome in outcomes)
     if bad:
         raise GateError(
-            f"expected finite probabilities {how}, found nan or infinity in {bad} of {len(outcomes)} samples; "
-            "check the model in this precision, or use another backend (--set backend=NAME)"
+            f"expected finite probabilities with every tile computed, found nan or infinity in {bad} of "
+            f"{len(outcomes)} samples; check the model in this precision, or use another backend (--set backend=NAME)"
         )

@@ -52,7 +52,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 VALUES = {"LENGTH": "1k", "LIST": "1k,2k", "N": "3", "A": "0.5", "R": "0.5", "SHARE": "0.5"}
 OUTPUTS = ("-o", "--out", "--profile-out", "--picture")
 STAGES = (
-    *(f"sparsekv.planner.{name}" for name in ("verify.verify", "evaluation.evaluate")),
+    "sparsekv.planner.verify.verify",
     *(f"sparsekv.bench.{name}" for name in ("kernels.bench_kernels", "prefill.bench_prefill", "decode.bench_decode")),
     *(
         f"sparsekv.bench.{name}"

@@ -1,12 +1,8 @@
-"""Prompts of the caller with their answers, measured like samples of a task, by length.
-
-A length is a power of two, and holds the prompts that are at most that long with their answers and longer than half.
-"""
+"""Prompts of the caller with their answers, measured like samples of a task, by length."""
 
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -14,47 +10,16 @@ from typing import Any
 import numpy as np
 
 from sparsekv.planner.evaluation.batches import MOST_TEXT, EvalSamples
-from sparsekv.planner.evaluation.evaluator import compared_by_length
-from sparsekv.planner.evaluation.predictions import Mode
-from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.fixed_test import RUNGS, SIZES
 from sparsekv.planner.options import GivenPrompt, Settled, digest_of_prompts
 from sparsekv.planner.profile.calibration import OWN_ANSWER, Seen, whole_prompt
-from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.tasks import Kit, PieceEncoder, Sample
 from sparsekv.planner.tasks.text import Ids
 from sparsekv.plans.errors import PlanWarning, PromptError
 from sparsekv.plans.types import format_length
-from sparsekv.runtime.hf.load import LoadedModel
 
 NEAR_END = 0.7  # of a length: with fixed budgets a bucket is sparsest at its end
 _NOT_COUNTED = "the others are copies of those, or of prompts that are calibrated on, and do not count"
-
-
-def evaluate_given(
-    loaded: LoadedModel,
-    modes: Mapping[str, Mode],
-    prompts: Iterable[GivenPrompt],
-    batch: int | None = None,
-    chunk: int | None = None,
-    progress: Progress | None = None,
-) -> dict[str, tuple[EvalResult, ...]]:
-    """Compares modes with dense on prompts of the caller.
-
-    Args:
-        modes: what to compare with dense, by name; may be empty.
-        batch, chunk: as in `compare`.
-
-    Returns:
-        For each mode, and for "dense" with dense on both sides, a result for each length that has prompts, ascending.
-    """
-    by_length: dict[int, list[Sample]] = defaultdict(list)
-    for sample in samples_of(loaded.tokenizer, prompts, loaded.info.context_length):
-        by_length[1 << (sample.length - 1).bit_length()].append(sample)
-    for length, samples in sorted(by_length.items()):
-        _tell_copies(_different(samples, length), samples, length, "all are measured, as if they were independent")
-    work = sum(prefill_work(sample.length) for samples in by_length.values() for sample in samples)
-    return compared_by_length(loaded, modes, sorted(by_length.items()), work, batch, chunk, progress)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""The modes that are compared with dense (a plan, some phases of it, another way of attending), and the predictions of
-a model, with or without one applied, for texts after prompts.
+"""Modes that are compared with dense (a plan, or a phase of it), and the predictions of a model, with or without one
+applied, for texts after prompts.
 
 Shapes: B batch, S tokens of a prompt, K of its rows, R tokens of a reply, A tokens of a text, G tokens of a
 continuation, V vocabulary.
@@ -7,11 +7,11 @@ continuation, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,17 +33,6 @@ from sparsekv.runtime.stores.pinned import HostMemory
 DENSE = "dense"  # beside the names of modes
 
 
-class Mode(Protocol):
-    """Something to compare with dense."""
-
-    @property
-    def dense_prefill(self) -> bool:
-        """Prompts run dense, so that the logits of their last row are no result of the mode."""
-
-    def running(self, model: PreTrainedModel) -> AbstractContextManager[Callable[[], Spent]]:
-        """Switches it on for the length of a `with` block, which gets what tells what was computed so far."""
-
-
 @dataclass(frozen=True, slots=True)
 class PlanMode:
     """A plan at work: prefill alone, decode alone, or both."""
@@ -55,27 +44,8 @@ class PlanMode:
 
     @property
     def dense_prefill(self) -> bool:
+        """Prompts run dense, so that the logits of their last row are no result of the mode."""
         return self.phase == "decode"
-
-    @property
-    def prefilled_by(self) -> Hashable:
-        """Modes with equal ones can go on from one prefill; "dense" is that of the unmodified model.
-
-        A selector that looks at older queries than the newest has them from its own prefill alone; so has a layer that
-        evicts tokens.
-        """
-        if self.phase != "decode":
-            return id(self.plan), self.backend, self.stored
-        buckets = self.plan.decode.lengths if self.plan.decode else ()
-        newest_alone = all(segment.selector == "last" for bucket in buckets for segment in bucket.segments)
-        if not newest_alone or self.plan.evicting:
-            return id(self)
-        return DENSE if self.stored == "auto" else (DENSE, self.stored)
-
-    @property
-    def unmodified_decode(self) -> bool:
-        """The unmodified model reads the text behind the prompts."""
-        return self.phase == "prefill" and self.stored == "auto"
 
     @property
     def stored(self) -> KVDtype:
@@ -98,6 +68,7 @@ class PlanMode:
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
+        """Switches it on for the length of a `with` block, which gets what tells what was computed so far."""
         with self.applied(model) as handle:
             yield lambda: spent_by(handle)
 
@@ -210,11 +181,6 @@ def answered(loaded: LoadedModel, batch: Batch, picked_BA: torch.Tensor) -> list
         text: Any = loaded.tokenizer.decode([*sample.answer_ids.tolist(), after])
         right.append(whole and matches(text, sample.answer) if sample.answer else None)
     return right
-
-
-def log_likelihood(answer_BA: torch.Tensor, log_BAV: torch.Tensor) -> torch.Tensor:
-    """[B]: mean negative log-likelihood of the answer tokens of each sample, in nats."""
-    return -log_BAV[:, :-1].gather(-1, answer_BA[..., None])[..., 0].double().mean(1)
 
 
 def divergence(dense_BAV: torch.Tensor, sparse_BAV: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compared import compare
 from planner_profiles import made_up_model, made_up_profile, made_up_reuse
 from task_tokenizers import REFERENCE_MODEL
 from tiny_plans import decode_plan, drops, every_head, plan_for, segment
@@ -25,7 +26,6 @@ from sparsekv.bench.tile_rules import FlashPrefill, XAttention
 from sparsekv.cli.arguments import Subject
 from sparsekv.kernels.methods import Layer, PrefillRule, register_file, registry
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.evaluation import compare
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.profile.profile_data import LengthProfile
 from sparsekv.planner.tasks import Split, prepare
@@ -190,7 +190,7 @@ def test_a_rule_that_leaves_nothing_out_is_dense(rule: PrefillRule, loaded: Load
     chosen_methods("prefill", (), False)
     mode = Entrants(loaded=loaded, phase="prefill", names=())._of_rule(rule, 1.0).mode
     samples = [*held_out(prepare(loaded.tokenizer, Split.EVALUATION), "kv_retrieval", LENGTH, 1, 0)]
-    found = compare(loaded, {"all": mode}, samples, greedy=False)["all"]
+    found = compare(loaded, {"all": mode}, samples)["all"]
     assert max(found.kl) < 1e-4
     assert found.spent.tiles == found.spent.causal_tiles
 

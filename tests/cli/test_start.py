@@ -96,7 +96,7 @@ REFUSED = (
     ("plan", "tiny-retriever", "-o", "new.yaml", "--only", "prefill", "--offload"),
     ("run", "tiny-retriever", "--dense", "--prompt", "a", "--device", "quantum"),
     ("verify", "--plan", "small.yaml", "--lengths", "soon"),
-    ("eval", "tiny-retriever", "--set", "tasks=juggling"),
+    ("verify", "tiny-retriever", "--set", "tasks=juggling"),
     ("bench", "kernels", "--lengths", "soon"),
     ("plan", "tiny-retriever", "-o", "new.yaml", "--lengths", "4k,64k"),
     ("plan", "tiny-retriever", "-o", "no/such/folder/new.yaml"),

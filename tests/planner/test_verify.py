@@ -20,7 +20,7 @@ from sparsekv.planner.tasks import Sample
 from sparsekv.planner.verify import Verification, VerifyRun, verify, verify_plan
 from sparsekv.planner.verify_cells import TESTED, cells_tested, content_seed, lengths_tested
 from sparsekv.plans.brief import sentence
-from sparsekv.plans.errors import GateError, PlanWarning, UsageError
+from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.patterns import AShape, BlockSparse, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
@@ -212,8 +212,13 @@ def test_a_plan_without_finite_numbers_is_wrong_and_far_away(monkeypatch, loaded
     found = run(monkeypatch, loaded, Broken({"dense": right, "both": right}, modes=modes))
     assert found.quality.missed == LENGTHS
     assert found.quality.lengths[0].kl == 20.0
-    with pytest.raises(GateError, match="without a plan"):
-        run(monkeypatch, loaded, Broken({"dense": right, "both": right}, modes=modes | {"broken": "dense"}))
+
+
+def test_a_model_without_finite_numbers_is_refused() -> None:
+    loaded = loaded_tiny()
+    torch.nn.init.constant_(loaded.model.lm_head.weight, float("inf"))
+    with pytest.raises(UnsupportedError, match="found NaN"):
+        verify(loaded, narrow(loaded.model, decode_plan(segment(0, (1, 2), 4))), options(), FIRST)
 
 
 def test_a_real_model_is_run(loaded: LoadedModel) -> None:

@@ -40,7 +40,6 @@ class Made:
     nats: float = 0.005
     modes: Mapping[str, None] = field(default_factory=lambda: {"both": None})
     calls: list[tuple[str, str, int, int]] = field(default_factory=list)
-    greedy: bool = True
     text: int = 64
 
     def dense(self, samples: Sequence[Sample], step: object) -> tuple[Batch, ...]:
@@ -55,7 +54,7 @@ class Made:
     def _outcome(self, name: str, sample: Sample) -> Outcome:
         rng = np.random.default_rng(zlib.crc32(f"{name} {sample.task} {sample.length} {sample.answer}".encode()))
         text = LongText(self.nats, 60, 64) if self.text else None
-        return Outcome(self.sides[name](sample, rng), 1.0, 2 * self.nats * rng.random(), 9, 10, True, text=text)
+        return Outcome(self.sides[name](sample, rng), 2 * self.nats * rng.random(), text)
 
 
 class MadeUp(EvalSamples):
