@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sparsekv.plans.errors import PlanError, PlanMismatchError, did_you_mean
-from sparsekv.plans.interop import filter_lists, minference, modelopt
+from sparsekv.plans.interop import filter_lists, minference
 from sparsekv.plans.interop.source import Exported, Imported, Source
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, Provenance
@@ -34,7 +34,6 @@ READERS = MappingProxyType(
         "kascade": Reader(filter_lists.missed_maps, filter_lists.read_maps),
         "filter-layers": Reader(filter_lists.missed_list, filter_lists.read_list),
         "indexcache": Reader(filter_lists.missed_letters, filter_lists.read_letters),
-        "modelopt": Reader(modelopt.missed, modelopt.read),
     }
 )
 WRITERS: MappingProxyType[str, Callable[[Plan], Exported]] = MappingProxyType(
@@ -43,7 +42,6 @@ WRITERS: MappingProxyType[str, Callable[[Plan], Exported]] = MappingProxyType(
         "sparseengine": filter_lists.write_list,
         "indexcache": filter_lists.write_letters,
         "index-topk": filter_lists.write_topk,
-        "modelopt": modelopt.write,
     }
 )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsekv.plans.errors import PlanError, PlanMismatchError
-from sparsekv.plans.interop.source import Exported, Format, Imported, Source, as_json, layers_of, whole
+from sparsekv.plans.interop.source import Exported, Imported, Source, as_json, layers_of, left_out, whole
 from sparsekv.plans.model import INDEXED, ModelInfo
 from sparsekv.plans.phases import (
     CHOSEN_SHARE,
@@ -72,7 +72,7 @@ def _budget(size: Any, model: ModelInfo) -> DecodeBudget:
 
 def write_list(plan: Plan) -> Exported:
     """For SparseEngine's `omnikv` method."""
-    segments, lost = _segments(plan, _LIST)
+    segments, lost = _segments(plan)
     sparse = {layer for segment in segments for layer in segment.layers}
     dense = [layer for layer in range(plan.model.layers) if layer not in sparse]
     tokens = max((segment.budget.most for segment in segments), default=1)
@@ -114,7 +114,8 @@ def read_letters(source: Source, model: ModelInfo) -> Imported:
 
 
 def write_letters(plan: Plan) -> Exported:
-    segments, lost = _segments(plan, _LETTERS)
+    segments, lost = _segments(plan)
+    lost.append(f"`{_OF_SEGMENTS}.budget`: the number of chosen tokens")
     sparse = {layer for segment in segments for layer in segment.layers}
     letters = "".join("S" if layer in sparse else "F" for layer in range(plan.model.layers))
     if letters.startswith("S"):
@@ -131,7 +132,7 @@ def write_topk(plan: Plan) -> Exported:
             f"every layer ({', '.join(sorted(INDEXED))}); the letters of filter layers are --to indexcache"
         )
     line = json.dumps({"index_topk_pattern": plan.index_sharing.pattern, "indexer_types": None})
-    return Exported(f"{line}\n".encode(), tuple(Format(frozenset(("index_sharing",))).lost(plan)))
+    return Exported(f"{line}\n".encode(), tuple(left_out(plan)))
 
 
 def _letters(source: Source) -> str:
@@ -216,29 +217,31 @@ def _imported(
 
 
 _OF_SEGMENTS = "decode.lengths.segments"
-_LAYERS = frozenset(("decode.lengths.up_to", f"{_OF_SEGMENTS}.filter", f"{_OF_SEGMENTS}.layers"))
-_EDGES = {f"{_OF_SEGMENTS}.sink": SINK, f"{_OF_SEGMENTS}.recent": RECENT}
-_LIST = Format(_LAYERS | {f"{_OF_SEGMENTS}.budget"}, _EDGES)
-_LETTERS = Format(_LAYERS, _EDGES)
 
 
-def _segments(plan: Plan, form: Format) -> tuple[tuple[Segment, ...], list[str]]:
-    """Those of the longest bucket, and what the format does not hold."""
+def _segments(plan: Plan) -> tuple[tuple[Segment, ...], list[str]]:
+    """Those of the longest bucket, and what such formats do not hold."""
     if plan.decode is None or not (segments := plan.decode.bucket(plan.model.context_length).segments):
         raise PlanError("expected a plan whose decode is sparse, found none: this format holds nothing else")
-    longest = plan.decode.bucket(plan.model.context_length).model_copy(update={"up_to": None})
-    lost = form.lost(plan.model_copy(update={"decode": plan.decode.model_copy(update={"lengths": (longest,)})}))
-    if len(plan.decode.lengths) > 1:
-        lost.append("`decode.lengths`: all buckets but that of the longest contexts")
-    if any(segment.filter_is_sparse for segment in segments):
-        lost.append(
-            f"`{_OF_SEGMENTS}.filter`: layers that attend to their own choice stand as sparse layers of no filter"
-        )
-    if any(_changes_hands(segment, segments) for segment in segments if not segment.filter_is_sparse):
-        lost.append(
-            f"`{_OF_SEGMENTS}.filter`: which layer chooses where other dense ones lie between: the last of these does"
-        )
-    return segments, lost
+    itself = f"`{_OF_SEGMENTS}.filter`: layers that attend to their own choice stand as sparse layers of no filter"
+    hands = f"`{_OF_SEGMENTS}.filter`: which layer chooses where other dense ones lie between: the last of these does"
+    told = {
+        "`decode.offload`: layers in host memory: all stay on the device": plan.decode.offload,
+        "`decode.lengths`: all buckets but that of the longest contexts": len(plan.decode.lengths) > 1,
+        f"`{_OF_SEGMENTS}.sink`, `{_OF_SEGMENTS}.recent`: the number of sinks and of recent tokens": any(
+            (one.sink, one.recent) != (SINK, RECENT) for one in segments
+        ),
+        f"`{_OF_SEGMENTS}.selector`, `{_OF_SEGMENTS}.window`: queries that choose besides the newest": any(
+            one.selector != "last" for one in segments
+        ),
+        f"`{_OF_SEGMENTS}.heads`: choices by KV head and maps of heads: one choice for all heads": any(
+            one.heads != "max" for one in segments
+        ),
+        f"`{_OF_SEGMENTS}.scope`: choices by tensor-parallel rank": any(one.scope != "global" for one in segments),
+        itself: any(one.filter_is_sparse for one in segments),
+        hands: any(_changes_hands(one, segments) for one in segments if not one.filter_is_sparse),
+    }
+    return segments, [*left_out(plan, "decode"), *(line for line, holds in told.items() if holds)]
 
 
 def _changes_hands(segment: Segment, segments: Sequence[Segment]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sparsekv.plans.errors import PlanError, PlanMismatchError
-from sparsekv.plans.interop.source import Exported, Format, Imported, Source, as_json, whole
+from sparsekv.plans.interop.source import Exported, Imported, Source, as_json, left_out, whole
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
@@ -63,10 +63,8 @@ def write(plan: Plan) -> Exported:
     if plan.prefill is None:
         raise PlanError("expected a plan with a prefill phase, found none: this format holds nothing else")
     bucket = plan.prefill.bucket(plan.model.context_length)
-    longest = bucket.model_copy(update={"up_to": None})
-    cut = plan.model_copy(update={"prefill": plan.prefill.model_copy(update={"lengths": (longest,)})})
     lost = {"the score of each head, which no plan has: 1.0 stands for it; MInference does not use it": None}
-    lost |= dict.fromkeys(_FORMAT.lost(cut))
+    lost |= dict.fromkeys(left_out(plan, "prefill"))
     if len(plan.prefill.lengths) > 1:
         lost["`prefill.lengths`: all buckets but that of the longest prompts"] = None
     if plan.prefill.tile != _TILE:
@@ -78,16 +76,7 @@ def write(plan: Plan) -> Exported:
     return Exported(as_json(layers), tuple(lost))
 
 
-_OF_HEADS = "prefill.lengths.heads"
-_OF_PATTERNS = f"{_OF_HEADS}.pattern"
-# Sizes are written in tokens: those of shares at the model's context.
-_SIZES = (*(f"{name}.tokens" for name in ("sink", "window", "vertical", "slash")), "keep", "max_tiles", "last_q")
-_FORMAT = Format(
-    frozenset(
-        ("prefill.tile", "prefill.lengths.up_to", "prefill.lengths.dense", f"{_OF_HEADS}.layer", f"{_OF_HEADS}.heads")
-    )
-    | {f"{_OF_PATTERNS}.{name}" for name in ("pattern", "mass", "score", *_SIZES)}
-)
+_OF_PATTERNS = "prefill.lengths.heads.pattern"
 
 
 def _layers(data: Any) -> list[dict[str, Any]] | None:
