@@ -36,7 +36,6 @@ from sparsekv.runtime.settings import Settings, check_device, read_settings
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig
 
     from sparsekv.runtime.hf.load import LoadedModel
 
@@ -302,16 +301,6 @@ class Subject:
         if source.is_gguf or is_dequantised(quantisation_of(config)):
             tell(f"{source.path_or_id}: its quantised weights run as {dtype_name(loaded.model.dtype)}")
         return loaded
-
-    def config_and_prompt_tokens(self, text: str, chat: bool) -> tuple[PreTrainedConfig, int]:
-        """The model's config and how many tokens a prompt has, without its weights."""
-        from sparsekv.runtime.hf.generate import encode_prompt
-        from sparsekv.runtime.hf.load import load_config, load_tokenizer
-
-        source = self.source or resolve_model(self.model)
-        with self._saying_whose_model():
-            config, tokenizer = load_config(source), load_tokenizer(source)
-        return config, len(encode_prompt(tokenizer, text, chat=chat))
 
     @contextmanager
     def _saying_whose_model(self) -> Iterator[None]:

@@ -212,7 +212,6 @@ def memory_of(
     flags: PlacementFlags,
     *,
     device_bytes: int | None = None,
-    allow_mismatch: bool = False,
 ) -> tuple[MemoryModel, Available]:
     """Loads nothing; with `device_bytes` the device is a GPU that need not be there."""
     import torch
@@ -238,7 +237,7 @@ def memory_of(
             "token, at least"
         )
     if plan is not None:
-        check_model(plan, size.info, allow_mismatch, "--allow-mismatch")
+        check_model(plan, size.info)
     if is_here and (plan is not None or machine.backend != "auto"):
         tile = plan.prefill.tile if plan and plan.prefill else None
         choose_backend(device, dtype, size.info.largest_head, machine.backend, tile)

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import AllowMismatch, NewTokens, Output, PlacementFlags, Subject, Subjects, settings_of
-from sparsekv.cli.doctor import memory_of, notes_on, say_memory, tell_if_idle
+from sparsekv.cli.doctor import tell_if_idle
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import MAX_BYTES, text_of, with_text
 from sparsekv.planner.flags import Flag, Key, Unread, text
@@ -27,9 +27,7 @@ from sparsekv.plans.types import columns, format_bytes
 from sparsekv.runtime.core.pays import parse
 
 if TYPE_CHECKING:
-    from sparsekv.cli.chat import Answer, Session
-
-_ONE_TEXT = "; without a chat template each turn goes on from the text before it"
+    from sparsekv.cli.answers import Answer, Session
 
 
 def _rule(text: str) -> str:
@@ -41,11 +39,8 @@ def _rule(text: str) -> str:
 class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
     group: ClassVar = "Prompt and answer"
     unread: ClassVar[tuple[Unread, ...]] = (
-        Unread(
-            ("only", "exact", "compare", "offload", "kv_dtype", "sparse", "dry_run"), "no plan is applied", ("dense",)
-        ),
+        Unread(("only", "exact", "compare", "offload", "kv_dtype", "sparse"), "no plan is applied", ("dense",)),
         Unread(("only",), "it says what each phase does", ("exact",)),
-        Unread(("compare", "sparse"), "nothing is run", ("dry_run",)),
     )
     prompt: Annotated[str | None, Flag("The prompt.", ("--prompt", "-p"), "TEXT")] = None
     prompt_file: Annotated[
@@ -84,13 +79,6 @@ class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
         ),
     ] = False
     prefill_chunk: PrefillChunk = None
-    dry_run: Annotated[
-        bool,
-        Flag(
-            "Load no weights and run nothing: print the memory that this prompt takes, and the longest that fits. Exit "
-            "1 if it does not fit."
-        ),
-    ] = False
     temperature: Annotated[
         float, Field(ge=0.0, le=100.0), Key("0, the default, is greedy, as all below 0.01 are.", "T")
     ] = 0.0
@@ -103,43 +91,16 @@ class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
 
 
 def run(flags: RunFlags) -> None:
-    """Answer a prompt: from --prompt, a file, standard input, or typed at a terminal (several turns)."""
+    """Answer a prompt: from --prompt, a file, or standard input."""
     subject = flags.subject
     used = None if flags.dense else subject.need_plan("; or add --dense, which runs without a plan")
     subject = subject.checked(flags)
     flags.register_methods()
     text = given_prompt(flags.prompt, flags.prompt_file)
-    if text is None and (flags.as_json or flags.compare or flags.dry_run):
-        raise UsageError(
-            "expected a prompt beside --json, --compare or --dry-run, found none; give --prompt or --prompt-file"
-        )
     if used is not None:
         tell_if_idle(flags, used.decode if flags.follows["decode"] else None)
-    if flags.dry_run:
-        assert used is not None, "--dense was refused"
-        assert text is not None
-        _estimate(flags, subject, used, text)
-        return
     session = _session(flags, subject, used)
-    if flags.compare:
-        assert text is not None
-        _compare(session, text, flags.as_json)
-    else:
-        _converse(session, text, flags.as_json)
-
-
-def _estimate(flags: RunFlags, subject: Subject, used: Plan, text: str) -> None:
-    from sparsekv.runtime.hf.generate import room_for_answer
-    from sparsekv.runtime.hf.memory import Request
-
-    follows = flags.follows | ({"prefill": False} if flags.exact == "all" else {})
-    parts: dict[str, Any] = {phase: getattr(used, phase) if follows[phase] else None for phase in PHASES}
-    config, prompt_tokens = subject.config_and_prompt_tokens(text, chat=not flags.raw)
-    named = (config, subject.model, used.model_copy(update=parts))
-    memory = memory_of(*named, settings_of(flags), flags, allow_mismatch=flags.allow_mismatch)
-    most = min(flags.max_new_tokens, room_for_answer(config.max_position_embeddings, prompt_tokens))
-    request = Request(prompt_tokens, most, chunk=_chunk(flags, used))
-    say_memory(subject.model, *memory, request, notes_on(config), as_json=flags.as_json)
+    (_compare if flags.compare else _answer)(session, text, flags.as_json)
 
 
 def _chunk(flags: RunFlags, used: Plan | None) -> int | None:
@@ -148,7 +109,7 @@ def _chunk(flags: RunFlags, used: Plan | None) -> int | None:
 
 
 def _session(flags: RunFlags, subject: Subject, used: Plan | None) -> Session:
-    from sparsekv.cli.chat import Session
+    from sparsekv.cli.answers import Session
     from sparsekv.runtime.hf.generate import Sampling
 
     def check(info: ModelInfo, _: str) -> None:
@@ -173,29 +134,18 @@ def _session(flags: RunFlags, subject: Subject, used: Plan | None) -> Session:
     )
 
 
-def _converse(session: Session, prompt: str | None, as_json: bool) -> None:
-    """Answers a prompt; or turn after turn over one cache, until the end of the input."""
-    from sparsekv.cli.chat import Conversation
-
+def _answer(session: Session, prompt: str, as_json: bool) -> None:
     with session.applied(say=True) as handle:
-        conversation, told = Conversation(session, handle, turns=prompt is None), ""
-        for text in (prompt,) if prompt is not None else _typed(session.has_turns):
-            is_first = not conversation.messages
-            try:
-                answer = conversation.ask(text, None if as_json else _stream)
-            except (PromptError, UsageError) as error:
-                if prompt is not None:
-                    raise
-                tell(f"error: {error}")
-                continue
-            if as_json:
-                emit_json(answer.as_data())
-            else:
-                _tell(answer)
-            if is_first and (why := session.why_dense(answer)):
-                _remark(why)
-            if not told and (told := session.beyond_reach(answer)):
-                _remark(told)
+        answer = session.ask(prompt, handle, None if as_json else _stream)
+    if as_json:
+        emit_json(answer.as_data())
+    else:
+        emit("")
+        tell(answer.as_line())
+        if answer.is_stuck:
+            tell("the answer repeats itself to its end: this model was not trained for such a prompt")
+    for remark in filter(None, (session.why_dense(answer), session.beyond_reach(answer))):
+        _remark(remark)
 
 
 def _remark(text: str) -> None:
@@ -203,30 +153,8 @@ def _remark(text: str) -> None:
         tell(line)
 
 
-def _typed(has_turns: bool) -> Iterator[str]:
-    tell(f"type a prompt; Ctrl-D ends{'' if has_turns else _ONE_TEXT}")
-    while True:
-        print("> ", end="", file=sys.stderr, flush=True)
-        try:
-            text = typed_prompt()
-        except (PromptError, UsageError) as error:
-            tell(f"error: {error}")
-            continue
-        if text is None:
-            return
-        if text.strip():
-            yield text.rstrip("\n")
-
-
 def _stream(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def _tell(said: Answer) -> None:
-    emit("")
-    tell(said.as_line())
-    if said.is_stuck:
-        tell("the answer repeats itself to its end: this model was not trained for such a prompt or turn")
 
 
 # --- dense and sparse side by side ------------------------------------------------------------------------------------
@@ -299,8 +227,8 @@ def _compared(dense: Answer, sparse: Answer) -> Iterator[tuple[str, ...]]:
 # --- the prompt -------------------------------------------------------------------------------------------------------
 
 
-def given_prompt(text: str | None, file: Path | None) -> str | None:
-    """The prompt of a call, or None where a person at a terminal is to be asked for it.
+def given_prompt(text: str | None, file: Path | None) -> str:
+    """The prompt of a call.
 
     Args:
         file: a file that holds it; `-` is standard input. Of both, one newline at the end is left out: `echo` and
@@ -314,14 +242,8 @@ def given_prompt(text: str | None, file: Path | None) -> str | None:
     if file is not None and str(file) != "-":
         return _without_newline(text_of(file))
     if file is None and sys.stdin.isatty():
-        return None
+        raise UsageError("expected a prompt, found none; give --prompt or --prompt-file, or pipe one in")
     return _without_newline(_text(sys.stdin.buffer.read(MAX_BYTES + 1), "standard input"))
-
-
-def typed_prompt() -> str | None:
-    """The next line on standard input, which may be blank; None at its end."""
-    line = sys.stdin.buffer.readline(MAX_BYTES + 1)
-    return as_text(line, "what was typed", MAX_BYTES, PromptError) if line else None
 
 
 def _without_newline(text: str) -> str:

@@ -26,7 +26,7 @@ from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.attach import attach, check_attachable, check_runnable
 from sparsekv.runtime.hf.batching import check_batching
-from sparsekv.runtime.hf.cache import Given, SparseLayer, attending, check_owner_open, sparse_cache
+from sparsekv.runtime.hf.cache import Given, SparseLayer, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import StepGraphs, can_capture
@@ -38,7 +38,6 @@ from sparsekv.runtime.hf.plan_engine import Paging, PlanEngine
 from sparsekv.runtime.hf.timed_model import measured_rule
 from sparsekv.runtime.model_config import dtype_name, has_soft_cap, linear_layers, rope_switch
 from sparsekv.runtime.plan_checks import Host, check_plan, check_stored, warn_of_spinning
-from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.page_pool import page_bytes
 from sparsekv.runtime.stores.pinned import HostMemory
 
@@ -208,24 +207,6 @@ class Handle:
                 kind = "keys and values" if isinstance(layer, SparseLayer) else "a recurrent state"
                 raise UsageError(f"expected {kind} of layer {number}, found something else; pass a cache of this model")
         return cache
-
-    def check_growth(self, cache: Cache, tokens: int, chunk: int | None = None, *, answer: int = 0) -> None:
-        """Refuses what a cache of this handle with one row, as for a next turn, cannot grow to.
-
-        Args:
-            tokens: in all, those that are cached included.
-            chunk: most tokens that run through the model at once; None is all new ones but the answer.
-            answer: how many of the new tokens decode adds one by one.
-
-        Raises:
-            UsageError: the memory of the device or the host does not suffice.
-        """
-        layers = attending(cache)
-        held, new = [layer.store.bytes for layer in layers], max(1, tokens - answer - cache.get_seq_length())
-        request = Request(tokens - answer, answer, 1, new if chunk is None else min(chunk, new), grows=True)
-        host_layers = frozenset(layer.layer for layer in layers if type(layer.store) is HostStore)
-        available = self._available(sum(size.device for size in held), sum(size.host for size in held))
-        self._memory.check(request, available, replace(self._engine.placement, layers=host_layers))
 
     def check_batching(self) -> None:
         """Refuses a plan that continuous batching cannot follow, before its first request.

@@ -31,7 +31,7 @@ from sparsekv.runtime.model_config import describe_config
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.page_pool import pool_of
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, spare_beside
-from sparsekv.runtime.stores.store import Bytes, Float8, Layout, grown
+from sparsekv.runtime.stores.store import Bytes, Float8, Layout
 from sparsekv.runtime.stores.virtual import VirtualStore, pages_pay
 
 _LONGEST = 1 << 30  # tokens: where the search for a length ends
@@ -116,14 +116,9 @@ class Request:
     answer: int = 0  # most new tokens of each row
     batch: int = 1  # rows
     chunk: int | None = None  # most tokens of a row that run through the model at once; None is the whole prompt
-    grows: bool = False  # the cache outgrows its room, and so gets more than it takes
 
     @property
     def tokens(self) -> int:
-        return grown(0, self.filled) if self.grows else self.filled
-
-    @property
-    def filled(self) -> int:
         return self.prompt + self.answer
 
     @property
@@ -275,7 +270,7 @@ class MemoryModel:
         if layer in placement.layers:
             return HostStore.allocated(layout, placement.hot, role.hot_reads, request.tokens)
         if layer in self.paged:
-            return VirtualStore.allocated(layout, request.filled, self.page)
+            return VirtualStore.allocated(layout, request.tokens, self.page)
         return Bytes(layout.bytes(request.tokens))
 
     @cached_property

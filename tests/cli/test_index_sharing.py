@@ -23,7 +23,6 @@ def test_a_plan_of_a_model_with_indexers_is_made_and_run_and_exported(sparsekv, 
     assert (done.code, "all new tokens are the same" in done.out) == (0, True), done.err
     assert "1 of 3 layers attend" in done.err
     for option, word in (
-        ("--dry-run", "480 bytes a token"),
         ("--exact=all", "exact"),
         ("--only=decode", "prefill=False"),
     ):

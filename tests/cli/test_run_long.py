@@ -1,4 +1,4 @@
-"""run --offload, --kv-host-layers, --dry-run: where keys and values lie is up to the caller, and changes no token."""
+"""run --offload: where keys and values lie is up to the caller, and changes no token."""
 
 import shutil
 from pathlib import Path
@@ -52,10 +52,10 @@ def test_an_offload_that_moves_nothing_is_said_to(sparsekv, folder, tmp_path):
     assert plan.decode is not None
     decode = plan.decode.model_copy(update={"offload": None})
     write_plan(plan.model_copy(update={"decode": decode}), other / "sparsekv.yaml")
-    always = ("--offload", "always", "--dry-run", *FEW)
+    always = ("--offload", "always", *FEW)
     assert "permits" in sparsekv("run", other, *always).err
     assert "decode" in sparsekv("run", folder, *always, "--only", "prefill").err
-    assert "moves nothing" not in sparsekv("run", folder, *always).err + sparsekv("run", other, "--dry-run", *FEW).err
+    assert "moves nothing" not in sparsekv("run", folder, *always).err + sparsekv("run", other, *FEW).err
 
 
 IDLE = "saves nothing on a CPU"
@@ -65,7 +65,6 @@ IDLE = "saves nothing on a CPU"
     ("how", "times"),
     [
         (("--offload", "2"), 1),
-        (("--offload", "always", "--dry-run"), 1),
         (("--offload", "0"), 0),
         (("--offload", "auto"), 0),
     ],
@@ -77,10 +76,11 @@ def test_layers_in_host_memory_that_a_cpu_does_not_need_are_said_once_to_save_no
     assert done.err.count(IDLE) == times
 
 
-@pytest.mark.parametrize("how", [("--offload", "always"), ("--offload", "2")], ids=str)
-def test_a_dry_run_says_what_a_run_then_takes_and_reads_no_weights(sparsekv, folder, tmp_path, how):
+@pytest.mark.parametrize("how", ["always", "2"])
+def test_the_memory_of_a_run_is_told_before_and_reads_no_weights(sparsekv, folder, tmp_path, how):
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
-    said, ran = sparsekv("run", bare, "--dry-run", *how, *FEW), sparsekv("run", folder, *how, *FEW)
+    few = ("--set", "max_new_tokens=6", "--json", "--offload", how)
+    said, ran = sparsekv("doctor", "--memory", bare, len(PROMPT), *few), sparsekv("run", folder, "--offload", how, *FEW)
     assert said.code == 0, said.err
     data = said.data
     assert (data["prompt_tokens"], data["new_tokens"]) == (len(PROMPT), 6)

@@ -73,7 +73,7 @@ def test_a_run_by_a_plan_of_which_nothing_was_sparse_says_so(sparsekv, folder, t
     ],
 )
 def test_what_is_longer_than_the_plan_was_made_for_is_told_by_the_phases_that_follow_it(changes, prompt, new, said):
-    from sparsekv.cli.chat import Answer, Session
+    from sparsekv.cli.answers import Answer, Session
     from sparsekv.runtime.hf.generate import Generation
 
     plan = made_for(1024, sparse_plan(tiny_model(context=2048)))
@@ -89,14 +89,6 @@ def test_a_prompt_longer_than_the_plan_was_made_for_is_told_once(sparsekv, folde
     assert done.err.count("longer than the plan was made for (128)") == 1
 
 
-def test_the_first_turn_that_is_longer_than_the_plan_was_made_for_is_told(sparsekv, folder, short, stdin):
-    stdin("\n".join(("a" * 100, "b" * 50, "c" * 50, "")).encode(), terminal=True)
-    done = sparsekv("run", folder, "--plan", short, *FEW)
-    assert done.code == 0, done.err
-    assert done.err.count("longer than the plan was made for (128)") == 1
-    assert "this prompt, 157 tokens, is longer" in done.err
-
-
 @pytest.mark.parametrize(("flags", "told"), [((), 0), (("--prefill-chunk", 256), 0), (("--prefill-chunk", 128), 1)])
 def test_a_run_cuts_as_the_plan_was_verified_and_says_another_cut_once(sparsekv, folder, tmp_path, flags, told):
     quality = quality_at(1024, step=256)
@@ -108,7 +100,7 @@ def test_a_run_cuts_as_the_plan_was_verified_and_says_another_cut_once(sparsekv,
 
 
 def test_a_comparison_tells_what_was_sparse_and_what_became_of_drafts():
-    from sparsekv.cli.chat import Answer
+    from sparsekv.cli.answers import Answer
     from sparsekv.cli.run import _comparison_text
     from sparsekv.runtime.hf.generate import Generation
 

@@ -1,4 +1,4 @@
-"""Turns with a model over one cache, with its plan applied or dense, and what each answer took."""
+"""Answers of a model to a prompt, with its plan applied or dense, and what each took."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_LENGTH, KVDtype, format_bytes
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import attending
-from sparsekv.runtime.hf.describe import config_of, takes_one_piece
+from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.generate import (
     Generation,
     Sampling,
-    encode_chat,
     encode_prompt,
     generate_stream,
     room_for_answer,
@@ -101,7 +100,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A loaded model and how to run it: what does not change from turn to turn. Without a plan it runs dense."""
+    """A loaded model and how to run it. Without a plan it runs dense."""
 
     loaded: LoadedModel
     plan: Plan | None = None
@@ -164,6 +163,59 @@ class Session:
             tell(f"offload auto: {placed(handle.host_layers, self.loaded.info.layers)}")
         return cache
 
+    def ask(
+        self,
+        text: str,
+        handle: Handle | None = None,
+        on_text: Callable[[str], None] | None = None,
+        watch: _Watch | None = None,
+    ) -> Answer:
+        """Answers a prompt.
+
+        Args:
+            handle: of the plan, where one is applied.
+            on_text: called with each piece of text as it is final.
+            watch: entered around the generation; what it gives is called after each token.
+        """
+        prompt = encode_prompt(self.loaded.tokenizer, text, chat=self.chat)
+        tokens = self.tokens(prompt)
+        cache = self.new_cache(handle, len(prompt), tokens - len(prompt), tokens)
+        if handle is not None:
+            handle.reset_stats()
+        with watch or nullcontext() as on_token:
+            said = generate_stream(
+                self.loaded,
+                prompt,
+                max_new_tokens=self.max_new_tokens,
+                sampling=self.sampling,
+                chunk=self.chunk,
+                cache=cache,
+                on_text=on_text,
+                on_token=on_token,
+            )
+        return self._answer(said, handle, cache)
+
+    def _answer(self, said: Generation, handle: Handle | None, cache: Cache) -> Answer:
+        own = dtype_name(self.loaded.model.dtype)
+        if handle is None:
+            tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
+            nbytes = sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
+            return Answer(said, 1.0, nbytes, 0, kv_dtype=own)
+        stats = handle.stats()
+        density = 1.0 if stats.prefill_density is None else stats.prefill_density
+        drafts = (stats.tokens_drafted, stats.drafts_accepted)
+        stored = own if self.kv_dtype == "auto" else self.kv_dtype
+        return Answer(said, density, *self._bytes_in_use(cache), stats.decode_share, *drafts, kv_dtype=stored)
+
+    def _bytes_in_use(self, cache: Cache) -> tuple[int, int]:
+        """Bytes of cached tokens on the device and on the host, without the room for those to come."""
+        item, device, host = self.loaded.model.dtype.itemsize if self.kv_dtype == "auto" else 1, 0, 0
+        for layer in attending(cache):
+            group, store = self.loaded.info.group_of(layer.layer), layer.store
+            used = 2 * sum(store.cached) * group.kv_heads * group.head_dim * item
+            device, host = device + min(used, store.bytes.device), host + min(used, store.bytes.host)
+        return device, host
+
     def dense_and_sparse(self, text: str, progress: Progress | None = None) -> tuple[Answer, Answer]:
         """The answers without and with the plan, one after the other.
 
@@ -183,7 +235,7 @@ class Session:
         most, answers = self.tokens(prompt) - len(prompt), []
         for name, session in sides.items():
             with session.applied(say=True) as handle:
-                answers.append(Conversation(session, handle).ask(text, watch=_watch(progress, name, most)))
+                answers.append(session.ask(text, handle, watch=_watch(progress, name, most)))
         return answers[0], answers[1]
 
     def why_dense(self, answer: Answer) -> str:
@@ -234,11 +286,6 @@ class Session:
             return ""
         return f"{what} longer than the plan was made for ({reach:,}); plan again with longer --lengths to cover it"
 
-    @property
-    def has_turns(self) -> bool:
-        """True where the chat template separates turns; else a conversation is one text."""
-        return self.chat and self.loaded.tokenizer.chat_template is not None
-
     def warm_up_length(self, tokens: int) -> int:
         """As little of a prompt as does what all of it does; where kernels are compiled, in the same length buckets."""
         least = _BEGINNING
@@ -247,90 +294,6 @@ class Session:
             ends = (bound for bound in bounds if bound < tokens)
             least = max(_BEGINNING_COMPILED, *(end + 1 for end in ends), 0)
         return tokens - max(0, tokens - least) // _ALIKE * _ALIKE
-
-
-@dataclass(slots=True)
-class Conversation:
-    """The turns so far: as messages for the chat template, as tokens, and as their cache.
-
-    Each turn prefills only what is new; one behind a turn that failed prefills everything again. `handle` is that of
-    the plan where `session` has one applied; `turns` is whether there may be more than one, up to the model's context.
-    """
-
-    session: Session
-    handle: Handle | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
-    token_ids: tuple[int, ...] = ()
-    cache: Cache | None = None
-    turns: bool = False
-
-    def ask(self, text: str, on_text: Callable[[str], None] | None = None, watch: _Watch | None = None) -> Answer:
-        """Answers the next turn.
-
-        Args:
-            on_text: called with each piece of text as it is final.
-            watch: entered around the generation; what it gives is called after each token.
-        """
-        messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self._prompt(messages)
-        anew = takes_one_piece(self.session.loaded.info.model_type)
-        if anew or prompt[: len(self.token_ids)] != self.token_ids:
-            self.cache = None  # the template has rewritten earlier turns, or all of them run as one prompt
-        tokens = self.session.tokens(prompt)
-        if self.cache is None:
-            at_most = self.session.loaded.info.context_length if self.turns else tokens
-            self.cache = self.session.new_cache(self.handle, len(prompt), tokens - len(prompt), at_most)
-        elif self.handle is not None:
-            self.handle.check_growth(self.cache, tokens, chunk=self.session.chunk, answer=tokens - len(prompt))
-        if self.handle is not None:
-            self.handle.reset_stats()
-        cache, self.cache = self.cache, None  # whatever ends the turn early leaves tokens in it that nobody knows of
-        with watch or nullcontext() as on_token:
-            said = generate_stream(
-                self.session.loaded,
-                prompt,
-                max_new_tokens=self.session.max_new_tokens,
-                sampling=self.session.sampling,
-                chunk=self.session.chunk,
-                cache=cache,
-                on_text=on_text,
-                on_token=on_token,
-            )
-        self.cache = cache
-        self.messages = [*messages, {"role": "assistant", "content": said.text}]
-        self.token_ids = prompt + said.token_ids
-        return self._answer(said)
-
-    def _answer(self, said: Generation) -> Answer:
-        own = dtype_name(self.session.loaded.model.dtype)
-        if self.handle is None:
-            layers = self.cache.layers if self.cache else ()
-            tensors = (getattr(layer, name, None) for layer in layers for name in ("keys", "values"))
-            nbytes = sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
-            return Answer(said, 1.0, nbytes, 0, kv_dtype=own)
-        stats = self.handle.stats()
-        density = 1.0 if stats.prefill_density is None else stats.prefill_density
-        drafts = (stats.tokens_drafted, stats.drafts_accepted)
-        stored = own if self.session.kv_dtype == "auto" else self.session.kv_dtype
-        return Answer(said, density, *self._bytes_in_use(), stats.decode_share, *drafts, kv_dtype=stored)
-
-    def _bytes_in_use(self) -> tuple[int, int]:
-        """Bytes of cached tokens on the device and on the host, without the room for those to come."""
-        loaded, device, host = self.session.loaded, 0, 0
-        item = loaded.model.dtype.itemsize if self.session.kv_dtype == "auto" else 1
-        for layer in attending(self.cache):
-            group, store = loaded.info.group_of(layer.layer), layer.store
-            used = 2 * sum(store.cached) * group.kv_heads * group.head_dim * item
-            device, host = device + min(used, store.bytes.device), host + min(used, store.bytes.host)
-        return device, host
-
-    def _prompt(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
-        tokenizer, text = self.session.loaded.tokenizer, messages[-1]["content"]
-        if len(messages) == 1:
-            return encode_prompt(tokenizer, text, chat=self.session.chat)
-        if self.session.has_turns:
-            return encode_chat(tokenizer, messages)
-        return self.token_ids + tuple(tokenizer(f"\n{text}", add_special_tokens=False, verbose=False)["input_ids"])
 
 
 @contextmanager
