@@ -88,8 +88,8 @@ class Subjects(OwnMethods):
     plan: Annotated[
         Path | None,
         Flag(
-            "The plan, or a folder or hub repository of plans, from which the best for model and device is taken. By "
-            "default the one in the model's folder or repository.",
+            "The plan, or a folder or hub repository of plans with one of the model. By default the one in the model's "
+            "folder or repository.",
             metavar="FILE",
         ),
     ] = None
@@ -97,7 +97,7 @@ class Subjects(OwnMethods):
     @property
     def subject(self) -> Subject:
         name = self.target or None
-        return Subject.named(name, one_plan(self, self.plan, name))
+        return Subject.named(name, one_plan(self.plan, name))
 
 
 OffloadMode = Literal["auto", "always", "never"]
@@ -312,14 +312,14 @@ class Subject:
             raise
 
 
-def one_plan(flags: Options, place: Path | None, model: str | None, length: int | None = None) -> Path | None:
-    """The place of a plan as it is; of a folder of plans, or of a hub repository with several, the one that fits a
-    model best: see `chosen_plan`."""
+def one_plan(place: Path | None, model: str | None) -> Path | None:
+    """The place of a plan as it is; of a folder of plans, or of a hub repository with several, the one of a model:
+    see `chosen_plan`."""
     from sparsekv.cli.plan_choice import chosen_plan, holds_plans
 
     if place is None or not holds_plans(folder := plans_place(place)):
         return place
-    return chosen_plan(folder, model, settings_of(flags).device, length)
+    return chosen_plan(folder, model)
 
 
 def plans_place(place: Path) -> Path:

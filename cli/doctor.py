@@ -25,11 +25,10 @@ from sparsekv.cli.arguments import (
     settings_of,
 )
 from sparsekv.cli.output import FAILED, emit, emit_json, placed, tell
-from sparsekv.cli.plan_choice import best_of, candidates, described, device_called, plans_in, sound_plans
+from sparsekv.cli.plan_choice import candidates, described, plans_in, sound_plans
 from sparsekv.planner.flags import Chunk, Count, Flag, Key, Length, OneLength, Size, Unread
 from sparsekv.planner.options import Device
 from sparsekv.plans.aliases import PLAN_NAME, resolve_model
-from sparsekv.plans.brief import next_command
 from sparsekv.plans.errors import PlanError, UnsupportedError, UsageError
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan, check_model
@@ -83,7 +82,7 @@ def doctor(flags: DoctorFlags) -> None:
     """
     machine = settings_of(flags)
     if flags.target is not None:
-        _say_fitting(flags.target, flags.plan, machine.device, flags.as_json)
+        _say_fitting(flags.target, flags.plan, flags.as_json)
     elif flags.memory is None:
         _say_machine(machine, flags.as_json)
     else:
@@ -93,7 +92,7 @@ def doctor(flags: DoctorFlags) -> None:
 def _say_run(flags: DoctorFlags, machine: Settings, model: str, length: int) -> None:
     if flags.device_memory is None:
         check_machine(flags)
-    subject = Subject.named(model, one_plan(flags, flags.plan, model, length))
+    subject = Subject.named(model, one_plan(flags.plan, model))
     plan = subject.plan
     tell_if_idle(flags, plan.decode if plan else None)
     from sparsekv.bench.public_shapes import config_of
@@ -114,8 +113,8 @@ def tell_if_idle(flags: PlacementFlags, decode: DecodePlan | None) -> None:
         tell(f"--offload always moves nothing: {why}; name layers, such as --offload 0-3")
 
 
-def _say_fitting(model: str, place: Path | None, device: str, as_json: bool) -> None:
-    """Prints the plan beside a model and those in a folder, each with why it fits or not, the best one marked."""
+def _say_fitting(model: str, place: Path | None, as_json: bool) -> None:
+    """Prints the plan beside a model and those in a folder, each with why it fits or not."""
     plans: dict[Path, Plan] = {}
     try:
         beside = Subject.named(model)
@@ -125,16 +124,13 @@ def _say_fitting(model: str, place: Path | None, device: str, as_json: bool) -> 
     if place is not None:
         folder = plans_place(place)
         plans |= plans_in(folder) if folder.is_dir() else sound_plans([plan_file(folder)])
-    fitted = candidates(plans.items(), described(resolve_model(model)), device_called(device))
-    best = best_of(fitted)
+    found = candidates(plans.items(), described(resolve_model(model)))
     if as_json:
-        emit_json({"model": model, "plans": [candidate.facts | {"best": candidate is best} for candidate in fitted]})
-    else:
-        for candidate in fitted:
-            emit(f"{candidate.told()}: {candidate.fit}{'; the best' if candidate is best else ''}")
-        if best is not None:
-            emit(f"next: {next_command(best.plan, str(best.path), model)}")
-    if all(candidate.why_not for candidate in fitted):
+        emit_json({"model": model, "plans": [candidate.facts for candidate in found]})
+    for candidate in () if as_json else found:
+        other = f"does not fit, of another model: {candidate.why_not}" if candidate.why_not else "fits"
+        emit(f"{candidate.told()}: {other}")
+    if all(candidate.why_not for candidate in found):
         tell(f"no plan fits {model}; make one: sparsekv plan {model}")
         raise typer.Exit(FAILED)
 

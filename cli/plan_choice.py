@@ -1,9 +1,9 @@
-"""Chooses the plan that fits a model here among several: by the model's fingerprint, status, length and device."""
+"""Finds the plan of a model in a folder of plans, by the model's fingerprint."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,6 @@ from sparsekv.plans.model import ModelInfo, differences
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 
-_STATUS = ("verified", "unverified", "imported")
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -25,37 +23,20 @@ class Candidate:
 
     Attributes:
         why_not: what differs between its model and this one; empty where it is of this model. Weights are not compared.
-        is_here: it was measured on this device.
     """
 
     path: Path
     plan: Plan
     why_not: str
-    is_here: bool
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(target.device for target in self.plan.targets))
-
-    def order(self, length: int | None) -> tuple[int, ...]:
-        """Returns the key that it is sorted by, the best first: its status, and how well it reaches a length (where
-        none is known, how far); of equal plans the one of this device."""
-        reach = max(self.plan.planned_lengths, default=0)
-        far = (0, -reach) if length is None else (int(reach < length), abs(reach - length))
-        return (_STATUS.index(self.plan.status), *far, int(not self.is_here))
-
-    @property
-    def fit(self) -> str:
-        return f"does not fit, of another model: {self.why_not}" if self.why_not else "fits"
 
     @property
     def facts(self) -> dict[str, object]:
-        facts = {"path": str(self.path), "status": self.plan.status, "devices": list(self.devices)}
-        return facts | {"lengths": list(self.plan.planned_lengths), "fits": not self.why_not, "why_not": self.why_not}
+        facts = {"path": str(self.path), "status": self.plan.status, "lengths": list(self.plan.planned_lengths)}
+        return facts | {"fits": not self.why_not, "why_not": self.why_not}
 
     def told(self) -> str:
         lengths = ", ".join(map(format_length, self.plan.planned_lengths)) or "no lengths named"
-        return f"{self.path} ({self.plan.status_text}, {', '.join(self.devices) or 'no device named'}, {lengths})"
+        return f"{self.path} ({self.plan.status_text}, {lengths})"
 
 
 def holds_plans(place: Path) -> bool:
@@ -80,24 +61,12 @@ def sound_plans(paths: Iterable[Path]) -> list[tuple[Path, Plan]]:
     return plans
 
 
-def candidates(plans: Iterable[tuple[Path, Plan]], model: ModelInfo, device: str) -> list[Candidate]:
-    return [
-        Candidate(
-            path, plan, "; ".join(differences(plan.model, model)), device in {target.device for target in plan.targets}
-        )
-        for path, plan in plans
-    ]
+def candidates(plans: Iterable[tuple[Path, Plan]], model: ModelInfo) -> list[Candidate]:
+    return [Candidate(path, plan, "; ".join(differences(plan.model, model))) for path, plan in plans]
 
 
-def best_of(plans: Sequence[Candidate], length: int | None = None) -> Candidate | None:
-    """The one that fits best; None where none is of the model, or two fit alike."""
-    fitting = sorted((plan for plan in plans if not plan.why_not), key=lambda plan: plan.order(length))
-    is_tie = len(fitting) > 1 and fitting[0].order(length) == fitting[1].order(length)
-    return None if is_tie or not fitting else fitting[0]
-
-
-def chosen_plan(folder: Path, model: str | None, device: str, length: int | None = None) -> Path:
-    """The file of the plan in a folder that fits a model best, which is said; without a model, of the only plan."""
+def chosen_plan(folder: Path, model: str | None) -> Path:
+    """The file of the one plan in a folder that is of a model, which is said; without a model, of the only plan."""
     plans = plans_in(folder)
     if model is None:
         if len(plans) != 1:
@@ -106,26 +75,18 @@ def chosen_plan(folder: Path, model: str | None, device: str, length: int | None
                 "name the model, or one plan"
             )
         return plans[0][0]
-    fitted = candidates(plans, described(resolve_model(model)), device_called(device))
-    best = best_of(fitted, length)
-    if best is None:
-        raise _no_choice(folder, model, [candidate for candidate in fitted if not candidate.why_not], fitted)
-    tell(f"plan: {best.told()}")
-    return best.path
-
-
-def _no_choice(
-    folder: Path, model: str, fitting: Sequence[Candidate], others: Sequence[Candidate]
-) -> PlanMismatchError | UsageError:
-    if fitting:
+    found = candidates(plans, described(resolve_model(model)))
+    fitting = [candidate for candidate in found if not candidate.why_not]
+    if len(fitting) > 1:
         listed = "\n".join(f"  {candidate.told()}" for candidate in fitting)
-        return UsageError(
-            f"expected one plan in {folder} that fits {model} best, found several alike:\n{listed}\nname one"
+        raise UsageError(f"expected one plan of {model} in {folder}, found several:\n{listed}\nname one")
+    if not fitting:
+        models = ", ".join(dict.fromkeys(plan.model.id for _, plan in plans)) or "none that is sound"
+        raise PlanMismatchError(
+            f"expected a plan of {model} in {folder}, found those of {models}; name another folder, or plan the model"
         )
-    models = ", ".join(dict.fromkeys(candidate.plan.model.id for candidate in others)) or "none that is sound"
-    return PlanMismatchError(
-        f"expected a plan of {model} in {folder}, found those of {models}; name another folder, or plan the model"
-    )
+    tell(f"plan: {fitting[0].told()}")
+    return fitting[0].path
 
 
 def described(source: ModelSource) -> ModelInfo:
@@ -134,12 +95,6 @@ def described(source: ModelSource) -> ModelInfo:
     from sparsekv.runtime.model_config import describe_config
 
     return describe_config(load_config(source), source.path_or_id)
-
-
-def device_called(device: str) -> str:
-    from sparsekv.runtime.model_config import device_name, torch_device
-
-    return device_name(torch_device(device))
 
 
 def _files(folder: Path) -> list[Path]:

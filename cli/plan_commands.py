@@ -31,30 +31,15 @@ if TYPE_CHECKING:
 def show(
     plan: PlanPlace,
     full: Annotated[bool, typer.Option("--full", help="List every head, length and figure.")] = False,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print Markdown, as for a pull request, in place of tables.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print a plan as tables: what each layer computes, measured quality, predicted cost. Needs no model."""
-    if as_markdown and as_json:
-        raise UsageError("expected --markdown or --json, found both; leave one out")
     path = plan_file(plan)
     found = load_plan(path)
     if as_json:
         emit_json(to_data(found) | {"unsupported": unsupported(found)})
         return
-    if as_markdown:
-        _print_markdown(found, full, str(plan))
-    else:
-        _print(found, full, str(plan))
-
-
-def _print_markdown(plan: Plan, full: bool, place: str) -> None:
-    from sparsekv.plans.show import cell, describe, markdown, verdict_markdown
-
-    emit(f"### Sparsity plan of {cell(plan.model.id)}: {plan.status_text}\n")
-    emit(f"{verdict_markdown(plan, sentences(plan, place))}\n\n{markdown(describe(plan, full)).rstrip()}")
+    _print(found, full, str(plan))
 
 
 def _print(plan: Plan, full: bool, place: str) -> None:

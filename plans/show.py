@@ -1,4 +1,4 @@
-"""A plan for a reader: tables of at most 100 columns, and the same as Markdown. Within plans/ only this module loads
+"""A plan for a reader: tables of at most 100 columns, and its verdict as Markdown. Within plans/ only this module loads
 rich."""
 
 from __future__ import annotations
@@ -328,28 +328,3 @@ def verdict_markdown(plan: Plan, lines: Iterable[str]) -> str:
     listed = "\n".join(f"- {cell(line)}" for line in lines)
     header = length_header(plan)
     return f"{table(header, length_rows(plan), [True] * len(header))}\n\n{listed}"
-
-
-def markdown(parts: Iterable[RenderableType]) -> str:
-    return "\n\n".join(part for block in parts for part in _part(block)) + "\n"
-
-
-def _part(part: RenderableType) -> Iterator[str]:
-    if isinstance(part, Text):
-        text = part.plain.strip("\n")
-        yield f"```\n{text.replace('```', '')}\n```" if "\n" in text else _titled(text, bool(part.style))
-    elif isinstance(part, Table):
-        if part.title:
-            yield _titled(str(part.title), True)
-        columns = part.columns
-        names = [str(column.header) if part.show_header else "" for column in columns]
-        rows = zip(*([_plain(text_cell) for text_cell in column.cells] for column in columns), strict=True)
-        yield table(names, rows, [column.justify == "right" for column in columns])
-
-
-def _titled(text: str, bold: bool) -> str:
-    return f"**{cell(text)}**" if bold else cell(text)
-
-
-def _plain(value: RenderableType) -> str:
-    return value.plain if isinstance(value, Text) else str(value)

@@ -14,11 +14,9 @@ from model_folders import save_model, sparse_plan
 from plans_samples import small_plan
 from tiny_models import tiny_model
 
-from sparsekv.cli.plan_choice import device_called
 from sparsekv.plans.aliases import ModelSource
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import dump_plan, write_plan
-from sparsekv.plans.schema import Target
 from sparsekv.runtime import hub
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -153,9 +151,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     several = cache / "models--example--several" / "snapshots" / COMMIT
     write_plan(small_plan(), several / "other.sparsekv.yaml")
     plan, edited = sparse_plan(model), several / "edited.sparsekv.yaml"
-    target = Target(device=device_called("cpu"), backend="cpu", dtype="float32")
-    write_plan(plan.model_copy(update={"targets": (target,)}), several / "mine.sparsekv.yaml")
-    write_plan(plan.model_copy(update={"targets": (target,)}), edited)
+    write_plan(plan, several / "mine.sparsekv.yaml")
+    write_plan(plan, edited)
     edited.write_text(edited.read_text().replace("tokens: 64", "tokens: 128", 1))
     write_plan(sparse_plan(model), cache / "models--example--tiny" / "snapshots" / COMMIT / "sparsekv.yaml")
     return cache
