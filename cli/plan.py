@@ -74,7 +74,6 @@ def plan(flags: PlanFlags) -> None:
     flags.register_methods()
     # Imports torch and transformers, which takes seconds: what is wrong with the call was said by now.
     from sparsekv.planner.plan import compile_plan
-    from sparsekv.planner.profile.resume import left_aside
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.records import only_run
 
@@ -93,8 +92,6 @@ def plan(flags: PlanFlags) -> None:
         if not flags.profile:
             flags.resume.unlink(missing_ok=True)
     _tell(result, flags, time.monotonic() - started)
-    for other in [] if flags.profile else left_aside(flags.resume):
-        tell(f"{other} is left of a run with other options, which goes on from it; remove it if that one is not wanted")
 
 
 def _profile(flags: PlanFlags, wanted: PlanOptions) -> Profile | None:

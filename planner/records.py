@@ -80,7 +80,7 @@ def check_same(file: RunFile[Any], differences: Iterable[str]) -> None:
     if told := "; ".join(differences):
         raise UsageError(
             f"expected {file.settings.WHAT} of this run in {file.path}, found those of another: {told:.600}. Give the "
-            "options of that run, or name another file"
+            "options of that run, remove the file, or name another one"
         )
 
 

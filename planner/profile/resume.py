@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -23,7 +21,6 @@ from sparsekv.planner.profile.profile_data import (
     TokenChoice,
 )
 from sparsekv.planner.records import RunFile, RunRecord, RunSettings
-from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.files import content_digest
 from sparsekv.plans.patterns import Pattern
 from sparsekv.plans.types import Digest, Length, Natural, rounded
@@ -62,29 +59,12 @@ def records_at(path: Path | None, run: Mapping[str, Any]) -> RunFile[ProfileRun]
 
     Args:
         path: of the partial file; None keeps records in memory only.
-        run: everything that records depend on, as JSON data. The file of another run is renamed, for when that one is
-            started again.
+        run: everything that records depend on, as JSON data.
+
+    Raises:
+        UsageError: the file is of a run with other options.
     """
-    settings = ProfileRun(run=content_digest(run))
-    if path is not None:
-        earlier = RunFile.earlier(ProfileRun, path)
-        if earlier is not None and earlier.settings != settings:
-            aside = _aside(path, earlier.settings)
-            path.replace(aside)
-            warnings.warn(f"a run with other options had stopped here; its profile is in {aside}", PlanWarning, 2)
-        if _aside(path, settings).exists():
-            _aside(path, settings).replace(path)
-    return RunFile.of(settings, path)
-
-
-def _aside(path: Path, settings: ProfileRun) -> Path:
-    return path.with_name(f"{path.name}.{settings.run[-8:]}")
-
-
-def left_aside(path: Path) -> list[Path]:
-    """The records of runs with other options that stopped at `path` and were not taken up again."""
-    name = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{8}}")
-    return sorted(one for one in path.parent.iterdir() if name.fullmatch(one.name))
+    return RunFile.of(ProfileRun(run=content_digest(run)), path)
 
 
 def length_means(

@@ -16,7 +16,7 @@ from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import fitted_at_once, profile
 from sparsekv.planner.profile.resume import LayerRecord, ProfileRun, records_at
 from sparsekv.planner.records import RunFile
-from sparsekv.plans.errors import PlanWarning, PromptError
+from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
 
@@ -120,10 +120,9 @@ def test_what_another_run_left_is_not_taken_up(
 ) -> None:
     partial = tmp_path / "profile.partial"
     partial.write_text(finished.records)
-    profile(bare_job(loaded, QUICK.but(**change)), resume=partial)
-    found = partial.read_text().splitlines()
-    assert len(found) == 1 + 6
-    assert set(found).isdisjoint(finished.records.splitlines())
+    with pytest.raises(UsageError, match="found those of another"):
+        profile(bare_job(loaded, QUICK.but(**change)), resume=partial)
+    assert partial.read_text() == finished.records
 
 
 def test_own_prompts_are_calibrated_on_and_short_ones_refused(loaded: LoadedModel) -> None:
@@ -152,20 +151,13 @@ def record(layer: int) -> LayerRecord:
     return LayerRecord(length=64, sample=0, layer=layer)
 
 
-def layers(path: Path, seed: int) -> list[int]:
-    return [layer for _, _, layer in records_at(path, {"seed": seed}).all(LayerRecord)]
-
-
 def test_a_run_with_other_options_loses_no_partial_profile(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml.profile.partial"
     records_at(path, {"seed": 0}).add(record(3))
-    with pytest.warns(PlanWarning, match="partial"):
-        second = records_at(path, {"seed": 1})
-    second.add(record(5))
-    with pytest.warns(PlanWarning, match="other options"):
-        assert layers(path, 0) == [3]
-    with pytest.warns(PlanWarning, match="other options"):
-        assert layers(path, 1) == [5]
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="remove the file"):
+        records_at(path, {"seed": 1})
+    assert path.read_bytes() == before
 
 
 def test_a_partial_profile_without_records_is_not_left_behind(tmp_path: Path) -> None:
