@@ -310,7 +310,7 @@ class Evicting(Role):
         evicting, observed = _own(store), state.observed(layer)
         if not evicting.prompt_tokens:
             return evicting.resume()
-        assert observed is not None, "a prompt that was prefilled elsewhere is refused"
+        assert observed is not None, "the prompt was observed"
         k_BGSD, v_BGSD = (x_BGSD[:, :, : evicting.rows] for x_BGSD in evicting.tensors)
         if scales is not None:
             k_BGSD = scaled(k_BGSD, scales.k_G, scales.dtype)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import zip_longest
 from types import TracebackType, UnionType
 from typing import Any, Literal, get_args
 
 import torch
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionLayer
 
 from sparsekv.kernels.backends import BackendChoice, choose_backend, float8_obstacle
 from sparsekv.plans.errors import BackendError, UnsupportedError, UsageError
@@ -20,13 +18,12 @@ from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import IndexSharing
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import KVDtype, format_ids
+from sparsekv.plans.types import KVDtype
 from sparsekv.runtime.core.pays import NEVER, Pays, parse
-from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.attach import attach, check_attachable, check_runnable
 from sparsekv.runtime.hf.batching import check_batching
-from sparsekv.runtime.hf.cache import Given, SparseLayer, check_owner_open, sparse_cache
+from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import config_of, describe_model
 from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import StepGraphs, can_capture
@@ -175,37 +172,6 @@ class Handle:
             self._engine.bytes = []
             self._engine.memory.trim()
             raise
-        return cache
-
-    def cache_of(self, layers: Iterable[Given]) -> Cache:
-        """A cache of prompts that were prefilled elsewhere, as under another handle; see `handed_over` in cache.py.
-
-        Decode goes on from it as from a prompt of this handle.
-
-        Args:
-            layers: keys and values of every layer, [B, G, S, D] each, or the recurrent state that it has in their
-                place, which is taken over.
-
-        Raises:
-            UnsupportedError: a selector of the plan looks at older queries than the newest.
-            UsageError: the handle is closed or suspended, or these are not the layers of the model.
-        """
-        check_owner_open(self._engine)
-        check_handed_over(self._engine.program)
-        cache = sparse_cache(None, self._engine, len(self._layouts), self._linear)
-        for number, (layer, given) in enumerate(zip_longest(cache.layers, layers)):
-            if layer is None or given is None:
-                raise UsageError(
-                    f"expected keys and values of {len(self._layouts)} layers, found "
-                    f"{'more' if layer is None else number}; pass those of every layer of this model"
-                )
-            if isinstance(layer, SparseLayer) and isinstance(given, tuple):
-                layer.update(*given)
-            elif isinstance(layer, LinearAttentionLayer) and isinstance(given, LinearAttentionLayer):
-                cache.layers[number] = given
-            else:
-                kind = "keys and values" if isinstance(layer, SparseLayer) else "a recurrent state"
-                raise UsageError(f"expected {kind} of layer {number}, found something else; pass a cache of this model")
         return cache
 
     def check_batching(self) -> None:
@@ -448,17 +414,3 @@ def check_type(kind: type | UnionType, expected: str, **arguments: object) -> No
     for name, value in arguments.items():
         if not isinstance(value, kind):
             raise UsageError(f"expected {name} to be {expected}, found {value!r:.80}")
-
-
-def check_handed_over(program: Program) -> None:
-    """Refuses a program that needs queries of a prompt that was prefilled elsewhere."""
-    if program.remembers:
-        raise UnsupportedError(
-            f"expected a plan whose selectors look at the newest query alone, found older ones in filter layer "
-            f"{program.remembers[0]}; prefill the prompt under this handle"
-        )
-    if program.evicting:
-        raise UnsupportedError(
-            f"expected a plan that evicts nothing, found one that does in layers {format_ids(program.evicting)}; "
-            "prefill the prompt under this handle"
-        )

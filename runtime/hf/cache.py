@@ -8,8 +8,7 @@ Shapes: B batch, G KV heads, S tokens, D head size.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +29,6 @@ from sparsekv.runtime.stores.virtual import VirtualStore
 
 _EXPECTED = "sparsekv_expected_tokens"
 
-Given = tuple[torch.Tensor, torch.Tensor] | LinearAttentionLayer
-"""Of a layer: keys and values, [B, G, S, D] each, or its recurrent state."""
 States = dict[int, LinearAttentionLayer]
 """The recurrent states of a cache, by layer."""
 
@@ -318,36 +315,6 @@ def keeps_keys(layer: Any) -> bool:
     """Returns whether a filled layer of transformers' caches has keys and values: one with a state has none, nor has
     one of an MLP alone or one that reads another layer's."""
     return getattr(layer, "keys", None) is not None
-
-
-def handed_over(cache: Cache, tokens: int) -> Iterator[Given]:
-    """Yields the first tokens of every layer, for `Handle.cache_of`.
-
-    The cache is empty from then on: it lets go of each layer as that is taken, so that a whole copy needs little more
-    memory than the cache itself.
-
-    Args:
-        cache: one of ours, or a DynamicCache that has dropped no tokens.
-        tokens: at most those that are cached; those that its recurrent states have seen, where there are some.
-    """
-    layers = deque(cache.layers)
-    cache.layers = []
-    while layers:
-        yield _first_tokens(layers.popleft(), tokens)
-
-
-def _first_tokens(layer: Any, tokens: int) -> Given:
-    if isinstance(layer, LinearAttentionLayer):
-        return deepcopy(layer)  # a shallow copy of a cache shares it
-    if not isinstance(layer, SparseLayer):
-        if not keeps_keys(layer):
-            return LinearAttentionLayer()
-        return layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
-    store: Any = layer.store
-    lengths_B = torch.full(store.keys.shape[:1], tokens, dtype=torch.int32, device=store.keys.device)
-    keys = store.view(lengths_B)
-    k_BGSD, v_BGSD = (keys if layer.float8 is None else layer.float8.view(keys)).contiguous(tokens)
-    return k_BGSD, v_BGSD
 
 
 def take_back(cache: Cache, lengths: Sequence[int], columns: int) -> None:

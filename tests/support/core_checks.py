@@ -13,6 +13,7 @@ import pytest
 import torch
 from core_rows import ONE_PIECE, Case, Row
 from emulated_graphs import emulate
+from handed_over import cache_of, handed_over
 from host_pages import page_on_the_host
 from tiny_models import SHARED, random_tokens
 from tiny_plans import plan_for
@@ -23,7 +24,7 @@ from sparsekv.plans.errors import ShapeError, SparseKVError, UnsupportedError, U
 from sparsekv.runtime.core.pays import DraftLength
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
-from sparsekv.runtime.hf.cache import SparseLayer, handed_over
+from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Request
 from sparsekv.runtime.stores.bank import HostStore
@@ -272,7 +273,7 @@ def prompts_of_elsewhere_are_gone_on_from(case: Case, patch: Patch) -> None:
             case.run(number, cache)
         given = list(handed_over(cache, cache.get_seq_length()))
     with applied(case) as handle:
-        cache, at = handle.cache_of(given), sum(case.row.sizes[:first])
+        cache, at = cache_of(handle, given), sum(case.row.sizes[:first])
         logits = [case.run(number, cache).logits for number in range(first, len(case.pieces))]
     case.check(torch.cat(logits, 1), at)
 
@@ -397,7 +398,7 @@ def captured_steps_are_launched_ones(case: Case, patch: Patch) -> None:
 def refusals(case: Case, handle: Handle, cache: Any) -> Iterator[tuple[str, type[SparseKVError], Callable[[], Any]]]:
     """What the row does not permit: a word of the message, the error, a call."""
     model: Any = case.model
-    row, ids, keys = case.row, case.pieces[0], torch.zeros(1, 2, 9, 32)
+    row, ids = case.row, case.pieces[0]
     fixed = "evict" if row.evicting else "host memory" if row.in_host_memory else ""
     if fixed and not row.recurrent:
         yield fixed, UnsupportedError, lambda: cache.batch_repeat_interleave(2)
@@ -409,8 +410,6 @@ def refusals(case: Case, handle: Handle, cache: Any) -> Iterator[tuple[str, type
         mask = torch.ones_like(ids)
         mask[0, 0] = 0
         yield "recurrent" if row.recurrent else fixed, UnsupportedError, lambda: model(ids, attention_mask=mask)
-    if row.evicting or row.looks_back:
-        yield "layer", UnsupportedError, lambda: handle.cache_of([(keys, keys)] * len(cache.layers))
     if row.evicting or row.looks_back or row.recurrent:
         yield "layer|exact", UnsupportedError, lambda: _instead(case, handle, exact=True)
     elif row.decode is None or not row.options.get("decode", True):

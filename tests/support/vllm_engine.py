@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from handed_over import cache_of, handed_over
 
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.cache import handed_over
 
 BUDGET = 512  # tokens of a step
 LONGEST = 3072
@@ -182,9 +182,9 @@ class Oracle:
             out = self.model(tokens_1T, past_key_values=cache, use_cache=True)
             return out, out.past_key_values
         with self.for_single_rows.applied() as other:
-            cached = other.cache_of(list(handed_over(cache, past)))
+            cached = cache_of(other, list(handed_over(cache, past)))
             out = self.for_single_rows.model(tokens_1T, past_key_values=cached, use_cache=True)
-            return out, handle.cache_of(list(handed_over(out.past_key_values, past + 1)))
+            return out, cache_of(handle, list(handed_over(out.past_key_values, past + 1)))
 
 
 def same(output: Any, answer: Answer) -> bool:

@@ -18,10 +18,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from handed_over import cache_of, handed_over
 from transformers import DynamicCache
 from vllm_engine import Oracle
-
-from sparsekv.runtime.hf.cache import handed_over
 
 PAGE = 128  # tokens
 TOLERANCE = 1e-3  # of logits; float32 leaves 3e-5
@@ -152,7 +151,7 @@ def assert_replayed(oracle: Oracle, recording: Sequence[Rows]) -> None:
     with oracle.applied() as handle:
         for number, rows in enumerate(recording):
             model = oracle.model if rows.sparse else oracle.dense.model
-            new_cache = DynamicCache if handle is None or not rows.sparse else handle.cache_of
+            new_cache = DynamicCache if handle is None or not rows.sparse else partial(cache_of, handle)
             for noise in (0.0, *[ROUNDING] * RETRIES):
                 rounded = partial(_rounded, noise=noise, source=source)
                 embedded_1TE = rounded(model.get_input_embeddings()(rows.tokens_T[None]))

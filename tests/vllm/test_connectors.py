@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from handed_over import cache_of, handed_over
 from transformers import DynamicCache
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm_engine import NEW, TILE, Answer, Oracle, generate, make_engine, tokens_and_logprobs
 
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.hf.cache import handed_over
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.vllm.engine_host import serving_stats
 from sparsekv.runtime.vllm.settings import store_name
@@ -78,7 +78,7 @@ def handed_on(first: Oracle, second: Oracle, prompt: list[int], loaded: int) -> 
             _, cache = first.piece(torch.tensor([prompt]), None, 0, handle)
             given = list(handed_over(cache, loaded))
         with second.applied() as handle:
-            cache = dense_cache(given) if handle is None else handle.cache_of(given)
+            cache = dense_cache(given) if handle is None else cache_of(handle, given)
             out, cache = second.piece(torch.tensor([prompt[loaded:]]), cache, loaded, handle)
             new, logprobs = [], []
             for _ in range(NEW):

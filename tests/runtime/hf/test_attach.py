@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from handed_over import cache_of, handed_over
 from tiny_models import TYPICAL, random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 from transformers import LlamaForCausalLM
@@ -14,7 +15,6 @@ from transformers import LlamaForCausalLM
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.cache import handed_over
 from sparsekv.runtime.hf.long_inputs import Chunking
 
 SPARSE = AShape(sink=tokens(1), window=tokens(1))
@@ -64,7 +64,7 @@ def test_a_suspended_plan_leaves_the_model_and_goes_on_with_its_caches():
         with apply(model, plan, prefill=False) as other:
             with pytest.raises(UsageError, match="already"):
                 handle.resume()
-            copied = other.cache_of(handed_over(copy.deepcopy(cache), 200))
+            copied = cache_of(other, handed_over(copy.deepcopy(cache), 200))
             assert torch.equal(model(token, past_key_values=copied).logits, expected)
             with pytest.raises(UsageError, match="to be applied"):
                 model(token, past_key_values=cache)
@@ -114,27 +114,6 @@ def test_a_suspended_handle_is_not_closed_and_begins_no_block():
     with handle:
         pass
     assert handle.closed
-
-
-def test_a_cache_that_is_handed_over_lets_go_of_each_layer_as_it_is_taken():
-    model = tiny_model()
-    with apply(model, some_plan(model)), torch.no_grad():
-        cache = model(random_tokens(1, 200)).past_key_values
-        layers = [weakref.ref(layer) for layer in cache.layers]
-        kept = []
-        for number, (k_BGSD, _) in enumerate(handed_over(cache, 150)):
-            assert k_BGSD.shape[2] == 150
-            kept.append([layer() is not None for layer in layers])
-            assert number or cache.get_seq_length() == 0
-    assert kept == [[False, True, True], [False, False, True], [False, False, False]]
-
-
-@pytest.mark.parametrize(("count", "found"), [(0, "0"), (2, "2"), (4, "more")])
-def test_a_cache_from_elsewhere_has_every_layer_of_the_model(count: int, found: str):
-    model, kv = tiny_model(), torch.zeros(1, 2, 5, 16)
-    expected = pytest.raises(UsageError, match=f"found {found};")
-    with apply(model, some_plan(model)) as handle, expected:
-        handle.cache_of([(kv, kv)] * count)
 
 
 def test_an_exception_while_attaching_restores_the_model(monkeypatch):

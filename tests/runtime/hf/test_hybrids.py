@@ -10,11 +10,10 @@ from torch_state import most_allocated
 from transformers import DynamicCache
 
 from sparsekv.planner.evaluation.predictions import after_prompt, prefill
-from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import AShape, Dense, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import PrefillPlan
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.cache import handed_over
 from sparsekv.runtime.hf.describe import cache_inputs, describe_model, position_inputs, takes_one_piece
 from sparsekv.runtime.hf.generate import generate_stream
 from sparsekv.runtime.hf.load import LoadedModel
@@ -121,10 +120,7 @@ def test_a_prompt_is_streamed_in_pieces(model) -> None:
 
 
 def test_what_a_recurrent_state_cannot_do_is_refused(model) -> None:
-    with torch.no_grad(), apply(model, plan_of(model)) as handle:
+    with torch.no_grad(), apply(model, plan_of(model)):
         cache = model(random_tokens(1, 90)).past_key_values
         with pytest.raises((UnsupportedError, RuntimeError, ValueError)):
             cache.crop(50)
-        first, *others = handed_over(cache, 90)
-        with pytest.raises(UsageError):
-            handle.cache_of((*others, first))
