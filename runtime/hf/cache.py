@@ -311,12 +311,6 @@ def put_back(cache: Cache, states: States) -> None:
         cache.layers[at] = deepcopy(state)
 
 
-def keeps_keys(layer: Any) -> bool:
-    """Returns whether a filled layer of transformers' caches has keys and values: one with a state has none, nor has
-    one of an MLP alone or one that reads another layer's."""
-    return getattr(layer, "keys", None) is not None
-
-
 def take_back(cache: Cache, lengths: Sequence[int], columns: int) -> None:
     """Forgets the tokens of the rows beyond these lengths, in every layer; `columns` are left, padding included."""
     ours = attending(cache)

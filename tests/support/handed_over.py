@@ -10,7 +10,7 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
 from sparsekv.runtime.hf.apply import Handle
-from sparsekv.runtime.hf.cache import SparseLayer, keeps_keys, sparse_cache
+from sparsekv.runtime.hf.cache import SparseLayer, sparse_cache
 
 Given = tuple[torch.Tensor, torch.Tensor] | LinearAttentionLayer
 """Of a layer: keys and values, [B, G, S, D] each, or its recurrent state."""
@@ -28,7 +28,7 @@ def _first_tokens(layer: Any, tokens: int) -> Given:
     if isinstance(layer, LinearAttentionLayer):
         return deepcopy(layer)  # a shallow copy of a cache shares it
     if not isinstance(layer, SparseLayer):
-        if not keeps_keys(layer):
+        if getattr(layer, "keys", None) is None:  # of an MLP alone, or of another layer's keys
             return LinearAttentionLayer()
         return layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
     store: Any = layer.store
