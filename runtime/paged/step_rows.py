@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -163,6 +163,13 @@ class DecodeRows:
     whole: bool  # also the rows that do not choose
     _rest: dict[Hashable, Any] = field(default_factory=dict)
     _sparse: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def again(self) -> DecodeRows:
+        """The same rows in another run of the step: an engine may run it once to compile, and then to capture it, which
+        has to compute all that follows from the lengths."""
+        lengths_R = self.state.lengths_B
+        self.state.begin(lengths_R, lengths_R.device)
+        return replace(self, _rest={}, _sparse={})
 
     @property
     def requests(self) -> range:

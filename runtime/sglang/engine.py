@@ -67,6 +67,7 @@ def with_plan(backend: Any, runner: Any, required: bool) -> Any:
         return backend
     backend = with_methods(backend, OnCuda if runner.device == "cuda" else OnCpu)
     backend.plan_host, backend.plan_layers, backend.plan_page = host, layers, runner.page_size
+    backend.plan_mixes = bool(resolved_view(runner.server_args).enable_mixed_chunk)
     backend.needs_cpu_seq_lens = True  # the host decides by lengths which rows choose
     if runner.device == "cuda":
         _warm_up(backend, attention, host.step)

@@ -115,6 +115,7 @@ class Planned:
     plan_host: PlanHost
     plan_layers: Mapping[int, PlannedLayer]
     plan_page: int
+    plan_mixes: bool  # whether steps have prompts and rows that decode
     plan_device: ClassVar[Any]
     forward_metadata: Any  # of SGLang's class, as the pool
     token_to_kv_pool: Any
@@ -128,6 +129,12 @@ class Planned:
         """Before a step that is captured or replayed: what its graph reads of ours is put where it was captured."""
         super().init_forward_metadata_out_graph(forward_batch, in_capture)  # type: ignore[misc]
         self.plan_step = self._begin(forward_batch, captured=True)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Before each run of a step that is captured, of which SGLang makes others first."""
+        super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
+        if self.plan_step is not None and self.plan_step.decode is not None:
+            self.plan_step = replace(self.plan_step, decode=self.plan_step.decode.again())
 
     def forward_extend(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **others: Any
@@ -201,9 +208,9 @@ class Planned:
         for chunk in prefill:
             if chunk not in paying:
                 host.count_dense([layer.program for layer in self.plan_layers.values()], chunk.chunk)
-        # A mixed step has the requests that decode behind its prompts, and does not tell the last one's single row from
-        # theirs.
-        decoding = sum(1 for _ in takewhile(lambda count: count == 1, reversed(rows))) if mode.is_mixed() else 0
+        # A mixed step has the requests that decode behind its prompts. SGLang's runner calls it a step of prompts by
+        # now, and nothing tells the single row of the last prompt from theirs.
+        decoding = sum(1 for _ in takewhile(lambda count: count == 1, reversed(rows))) if self.plan_mixes else 0
         chosen = self._chosen(forward_batch, lengths, batch - decoding, captured) if decoding else None
         if not paying and chosen is None:
             return None
@@ -214,7 +221,9 @@ class Planned:
 
     def _begin_decode(self, forward_batch: Any, captured: bool) -> StepRows | None:
         self._report(False)
-        chosen = self._chosen(forward_batch, forward_batch.seq_lens_cpu.tolist(), 0, captured)
+        known = forward_batch.seq_lens_cpu  # None where SGLang makes up a step
+        lengths = (forward_batch.seq_lens if known is None else known).tolist()
+        chosen = self._chosen(forward_batch, lengths, 0, captured)
         return None if chosen is None else StepRows((0,), (), chosen.table_BP, lambda first, end: None, chosen)
 
     def _chosen(self, forward_batch: Any, lengths: Sequence[int], first: int, captured: bool) -> DecodeRows | None:

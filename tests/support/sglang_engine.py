@@ -39,6 +39,7 @@ class Asked:
     new: int = NEW
     at: int = 0
     aborted: int | None = None
+    with_logprobs: bool = True  # SGLang mixes no prompts with rows that decode if one is to tell them
     cuts: list[list[int]] = field(default_factory=list)  # ends of its chunks, anew each time that it is computed
     starts: list[int] = field(default_factory=list)  # the tokens that were cached by then
     req: Any = None  # SGLang's, once it came
@@ -103,6 +104,7 @@ class Engine:
 
     def answer(self, requests: Sequence[Asked], overlap: bool = True) -> Sequence[Asked]:
         """The requests, once all are answered."""
+        self.mixed = 0  # steps of prompts and rows that decode
         self._step, self._asked = 0, {str(number): request for number, request in enumerate(requests)}
         self.scheduler.gracefully_exit, self.scheduler.enable_overlap = False, overlap
         self.scheduler.run_event_loop()
@@ -124,6 +126,7 @@ class Engine:
         return []
 
     def _run(self, batch: Any, *given: Any, **named: Any) -> Any:
+        self.mixed += batch.forward_mode.is_mixed()
         if batch.forward_mode.is_extend():
             decoding = {id(req) for req in batch.decoding_reqs or ()}
             for req, past, rows in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
@@ -150,7 +153,7 @@ def _request(name: str, request: Asked) -> Any:
         mm_inputs=None,
         token_type_ids=None,
         sampling_params=sampling,
-        return_logprob=True,
+        return_logprob=request.with_logprobs,
         logprob_start_len=-1,
         top_logprobs_num=0,
         token_ids_logprob=None,

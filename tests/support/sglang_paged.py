@@ -12,6 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 class PagedBackend(TorchNativeAttnBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
+        self._init(forward_batch)
+
+    def _init(self, forward_batch: Any) -> None:
         lengths_B = forward_batch.seq_lens.int()
         decodes = forward_batch.forward_mode.is_decode()
         rows_B = torch.ones_like(lengths_B) if decodes else forward_batch.extend_seq_lens.int()
@@ -22,11 +25,14 @@ class PagedBackend(TorchNativeAttnBackend):
             max_seq_len_k=int(lengths_B.max()),
             cu_seqlens_q=torch.nn.functional.pad(rows_B.cumsum(0).int(), (1, 0)),
             cu_seqlens_k=torch.nn.functional.pad(lengths_B.cumsum(0).int(), (1, 0)),
-            page_table=table[forward_batch.req_pool_indices, : int(lengths_B.max())],
+            page_table=table[forward_batch.req_pool_indices, : max(1000, int(lengths_B.max()))],
         )
 
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self._init(forward_batch)
+
     def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True) -> Any:
-        if save_kv_cache:
+        if save_kv_cache and k is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         given, q_THD = self.forward_metadata, q.view(-1, layer.tp_q_head_num, layer.head_dim)
         assert int(given.cu_seqlens_q[-1]) == len(q_THD)
