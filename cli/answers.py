@@ -34,7 +34,6 @@ from sparsekv.runtime.model_config import dtype_name
 _BEGINNING = 512
 _BEGINNING_COMPILED = 32768  # costs a GPU little
 _ALIKE = 16 * 128
-_STUCK = 32  # new tokens
 _Watch = AbstractContextManager[Callable[[], None]]
 _SHOWN_FROM = 1 << 30  # bytes of host memory, a second or two
 
@@ -78,12 +77,6 @@ class Answer:
     @property
     def is_dense(self) -> bool:
         return self.prefill_density == 1.0 and self.decode_share in (None, 1.0)
-
-    @property
-    def is_stuck(self) -> bool:
-        """True where it ends in a token or two over and over, as from a model on a task that it was not trained for."""
-        last = self.generation.token_ids[-_STUCK:]
-        return len(last) == _STUCK and len({*last}) <= 2
 
     def as_line(self) -> str:
         said = self.generation

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,16 +20,13 @@ from sparsekv.cli.arguments import (
     check_machine,
     device_and_dtype,
     one_plan,
-    plan_file,
-    plans_place,
     settings_of,
 )
 from sparsekv.cli.output import FAILED, emit, emit_json, placed, tell
-from sparsekv.cli.plan_choice import candidates, described, plans_in, sound_plans
-from sparsekv.planner.flags import Chunk, Count, Flag, Key, Length, OneLength, Size, Unread
+from sparsekv.planner.flags import Chunk, Count, Flag, Key, Length, OneLength, Size
 from sparsekv.planner.options import Device
-from sparsekv.plans.aliases import PLAN_NAME, resolve_model
-from sparsekv.plans.errors import PlanError, UnsupportedError, UsageError
+from sparsekv.plans.aliases import resolve_model
+from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan, check_model
 from sparsekv.plans.types import columns, format_bytes
@@ -48,9 +45,6 @@ MemorySize = Annotated[Size | None, Flag("Such as 80GiB; what this machine has b
 
 
 class DoctorFlags(PlacementFlags, Device, Output):
-    unread: ClassVar[tuple[Unread, ...]] = (
-        Unread(("memory",), "one is about plans, the other about memory", ("target",)),
-    )
     memory: Annotated[
         tuple[str, OneLength] | None,
         Flag(
@@ -59,10 +53,6 @@ class DoctorFlags(PlacementFlags, Device, Output):
             metavar="MODEL LENGTH",
             reads=tuple[str, str],
         ),
-    ] = None
-    target: Annotated[
-        str | None,
-        Flag("Print which plans fit this model here: its own, and those in --plan.", metavar="MODEL", is_argument=True),
     ] = None
     plan: Annotated[
         Path | None,
@@ -78,12 +68,10 @@ class DoctorFlags(PlacementFlags, Device, Output):
 def doctor(flags: DoctorFlags) -> None:
     """Print installed versions, the device, and which kernel backends run on it and why others do not.
 
-    With a MODEL it prints the plans that fit, and exits 1 if none does. With --memory it prints the memory of a run.
+    With --memory it prints the memory of a run.
     """
     machine = settings_of(flags)
-    if flags.target is not None:
-        _say_fitting(flags.target, flags.plan, flags.as_json)
-    elif flags.memory is None:
+    if flags.memory is None:
         _say_machine(machine, flags.as_json)
     else:
         _say_run(flags, machine, *flags.memory)
@@ -111,28 +99,6 @@ def tell_if_idle(flags: PlacementFlags, decode: DecodePlan | None) -> None:
     if flags.offload == "always" and (decode is None or decode.offload is None):
         why = "decode runs without a plan" if decode is None else "the plan permits no layer to be offloaded"
         tell(f"--offload always moves nothing: {why}; name layers, such as --offload 0-3")
-
-
-def _say_fitting(model: str, place: Path | None, as_json: bool) -> None:
-    """Prints the plan beside a model and those in a folder, each with why it fits or not."""
-    plans: dict[Path, Plan] = {}
-    try:
-        beside = Subject.named(model)
-        plans |= {beside.path or Path(model, PLAN_NAME): beside.plan} if beside.plan else {}
-    except PlanError as error:
-        tell(f"left out: {error}")
-    if place is not None:
-        folder = plans_place(place)
-        plans |= plans_in(folder) if folder.is_dir() else sound_plans([plan_file(folder)])
-    found = candidates(plans.items(), described(resolve_model(model)))
-    if as_json:
-        emit_json({"model": model, "plans": [candidate.facts for candidate in found]})
-    for candidate in () if as_json else found:
-        other = f"does not fit, of another model: {candidate.why_not}" if candidate.why_not else "fits"
-        emit(f"{candidate.told()}: {other}")
-    if all(candidate.why_not for candidate in found):
-        tell(f"no plan fits {model}; make one: sparsekv plan {model}")
-        raise typer.Exit(FAILED)
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
@@ -353,6 +319,6 @@ def _longest(data: dict[str, Any]) -> str:
 
 app = commands.app(
     doctor,
-    "sparsekv doctor ./my-model --plan ./plans",
+    "sparsekv doctor",
     "sparsekv doctor --memory llama3-8b-1m 1000k --device-memory 139GiB --host-memory 128GiB --offload 12",
 )

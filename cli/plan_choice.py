@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from sparsekv.cli.output import tell
@@ -17,28 +15,6 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A plan beside what it would run on.
-
-    Attributes:
-        why_not: what differs between its model and this one; empty where it is of this model. Weights are not compared.
-    """
-
-    path: Path
-    plan: Plan
-    why_not: str
-
-    @property
-    def facts(self) -> dict[str, object]:
-        facts = {"path": str(self.path), "status": self.plan.status, "lengths": list(self.plan.planned_lengths)}
-        return facts | {"fits": not self.why_not, "why_not": self.why_not}
-
-    def told(self) -> str:
-        lengths = ", ".join(map(format_length, self.plan.planned_lengths)) or "no lengths named"
-        return f"{self.path} ({self.plan.status_text}, {lengths})"
-
-
 def holds_plans(place: Path) -> bool:
     """True of a folder of plans to choose from: without a sparsekv.yaml, which would be its plan, and with plans of
     other names."""
@@ -46,14 +22,10 @@ def holds_plans(place: Path) -> bool:
     return is_folder and any(map(tells_plan, _files(place)))
 
 
-def plans_in(folder: Path) -> list[tuple[Path, Plan]]:
-    return sound_plans(filter(tells_plan, _files(folder)))
-
-
-def sound_plans(paths: Iterable[Path]) -> list[tuple[Path, Plan]]:
-    """The sound plans among files; of one that is not sound, why it is left out is said."""
+def _sound_plans(folder: Path) -> list[tuple[Path, Plan]]:
+    """The sound plans of a folder; of one that is not sound, why it is left out is said."""
     plans = []
-    for path in paths:
+    for path in filter(tells_plan, _files(folder)):
         try:
             plans.append((path, load_plan(path)))
         except (PlanError, UsageError) as error:
@@ -61,13 +33,9 @@ def sound_plans(paths: Iterable[Path]) -> list[tuple[Path, Plan]]:
     return plans
 
 
-def candidates(plans: Iterable[tuple[Path, Plan]], model: ModelInfo) -> list[Candidate]:
-    return [Candidate(path, plan, "; ".join(differences(plan.model, model))) for path, plan in plans]
-
-
 def chosen_plan(folder: Path, model: str | None) -> Path:
     """The file of the one plan in a folder that is of a model, which is said; without a model, of the only plan."""
-    plans = plans_in(folder)
+    plans = _sound_plans(folder)
     if model is None:
         if len(plans) != 1:
             raise UsageError(
@@ -75,18 +43,24 @@ def chosen_plan(folder: Path, model: str | None) -> Path:
                 "name the model, or one plan"
             )
         return plans[0][0]
-    found = candidates(plans, described(resolve_model(model)))
-    fitting = [candidate for candidate in found if not candidate.why_not]
+    own = described(resolve_model(model))
+    fitting = {path: plan for path, plan in plans if not differences(plan.model, own)}  # weights are not compared
     if len(fitting) > 1:
-        listed = "\n".join(f"  {candidate.told()}" for candidate in fitting)
+        listed = "\n".join(f"  {_told(*one)}" for one in fitting.items())
         raise UsageError(f"expected one plan of {model} in {folder}, found several:\n{listed}\nname one")
     if not fitting:
         models = ", ".join(dict.fromkeys(plan.model.id for _, plan in plans)) or "none that is sound"
         raise PlanMismatchError(
             f"expected a plan of {model} in {folder}, found those of {models}; name another folder, or plan the model"
         )
-    tell(f"plan: {fitting[0].told()}")
-    return fitting[0].path
+    ((path, plan),) = fitting.items()
+    tell(f"plan: {_told(path, plan)}")
+    return path
+
+
+def _told(path: Path, plan: Plan) -> str:
+    lengths = ", ".join(map(format_length, plan.planned_lengths)) or "no lengths named"
+    return f"{path} ({plan.status_text}, {lengths})"
 
 
 def described(source: ModelSource) -> ModelInfo:

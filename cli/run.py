@@ -142,8 +142,6 @@ def _answer(session: Session, prompt: str, as_json: bool) -> None:
     else:
         emit("")
         tell(answer.as_line())
-        if answer.is_stuck:
-            tell("the answer repeats itself to its end: this model was not trained for such a prompt")
     for remark in filter(None, (session.why_dense(answer), session.beyond_reach(answer))):
         _remark(remark)
 

@@ -193,8 +193,6 @@ def test_of_several_plans_in_a_repository_the_one_that_fits_is_taken_and_a_chang
     assert "mine.sparsekv.yaml (unverified, " in done.err
     assert "left out: " in done.err
     assert done.data["prefill_density"] < 1
-    fits = {Path(one["path"]).name: one["fits"] for one in sparsekv("doctor", *call, "--json").data["plans"]}
-    assert fits == {"sparsekv.yaml": True, "mine.sparsekv.yaml": True, "other.sparsekv.yaml": False}
     done = sparsekv("verify", *call, "--write")
     assert (done.code, "repository" in done.err) == (2, True)
 

@@ -1,4 +1,4 @@
-"""Which plan is taken: that beside a model, and of a folder the one that fits; doctor says which fit."""
+"""Which plan is taken: that beside a model, and of a folder the one that fits."""
 
 from pathlib import Path
 
@@ -33,41 +33,20 @@ def plans(tmp_path: Path) -> Path:
     return folder
 
 
-def test_doctor_says_which_plans_fit_a_model(sparsekv, model, plans):
-    done = sparsekv("doctor", model, "--plan", plans, "--device", "cpu")
-    assert done.code == 0, done.err
-    lines = done.out.splitlines()
-    assert [Path(line.split(" (")[0]).name for line in lines] == ["a.yaml", "c.yml"]
-    assert "does not fit, of another model: " in lines[0]
-    assert lines[1].endswith(": fits")
-    assert "left out: " in done.err
-    assert "seal" in done.err
-    data = sparsekv("doctor", model, "--plan", plans, "--device", "cpu", "--json").data
-    assert [plan["fits"] for plan in data["plans"]] == [False, True]
-
-
 def test_run_takes_the_plan_of_a_folder_that_fits_and_says_which(sparsekv, model, plans):
     call = ("run", model, "--plan", plans, "--device", "cpu", "-p", "a b c", "--max-new-tokens", 1)
     done = sparsekv(*call)
     assert done.code == 0, done.err
     assert f"plan: {plans}/c.yml (unverified, " in done.err
-
-
-def test_doctor_leaves_out_a_damaged_plan_beside_the_model_and_one_that_is_named(sparsekv, copy, plans):
-    damaged = copy / "sparsekv.yaml"
-    write_plan(own_plan(), damaged)
-    damaged.write_text(damaged.read_text().replace("tokens: 64", "tokens: 128", 1))
-    done = sparsekv("doctor", copy, "--plan", plans, "--device", "cpu")
-    assert (done.code, "left out: " in done.err, ": fits" in done.out) == (0, True, True), done.err
-    done = sparsekv("doctor", copy, "--plan", plans / "d.yaml", "--device", "cpu")
-    assert (done.code, done.err.count("left out: "), done.out) == (1, 2, ""), done.err
+    assert "left out: " in done.err
+    assert "seal" in done.err
 
 
 def test_nothing_is_chosen_between_several_plans_or_of_another_model(model, plans):
     with pytest.raises(UsageError, match="name the model"):
         chosen_plan(plans, None)
     write_plan(own_plan(), plans / "e.yaml")
-    with pytest.raises(UsageError, match="found several"):
+    with pytest.raises(UsageError, match=r"found several:\n  .*c\.yml \(unverified, .*\n  .*e\.yaml"):
         chosen_plan(plans, str(model))
     for name in ("c.yml", "e.yaml"):
         (plans / name).unlink()

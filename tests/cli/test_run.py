@@ -209,16 +209,6 @@ def test_at_a_terminal_a_prompt_is_asked_for(sparsekv, folder, stdin):
     assert (done.code, "expected a prompt" in done.err) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("answer", "stuck"), [([7] * 40, True), ([1, 2] * 20, True), ([7] * 8, False), ([*range(40)], False)]
-)
-def test_an_answer_that_repeats_itself_to_its_end_is_told_apart(answer, stuck):
-    from sparsekv.cli.answers import Answer
-    from sparsekv.runtime.hf.generate import Generation
-
-    assert Answer(Generation("", (*range(100, 110), *answer), 1, 0.0, 0.0), 1.0, 0, 0).is_stuck is stuck
-
-
 def test_the_chat_template_is_applied_unless_raw(sparsekv, tmp_path):
     model = tiny_model(context=2048)
     chatty = save_model(model, tmp_path / "chatty", TEMPLATE)
