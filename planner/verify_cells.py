@@ -120,7 +120,7 @@ class OutcomesSettings(RunSettings):
     WHAT: ClassVar[str] = "outcomes of a verification"
     RECORDS: ClassVar = CellOutcomes
     kind: Literal["sparsekv.outcomes"] = "sparsekv.outcomes"
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     plan: Digest
     architecture: Digest
     weights: Digest | None = None
@@ -153,7 +153,7 @@ def _is_of_tests(path: Path | None) -> bool:
     if path is None or not path.exists():
         return False
     with path.open("rb") as file:
-        return b'"schema_version": 2' in file.readline(1 << 16)
+        return b'"schema_version": 3' in file.readline(1 << 16)
 
 
 def cell_of(parts: Sequence[CellOutcomes]) -> Cell:

@@ -11,8 +11,8 @@ texts are fed after each prompt, each from a copy of the cache:
    agreement. Where dense gives the answer, both texts are one.
 
 A sample may be a conversation: its turns run as a user's do, prompts as prefill and the replies between them token by
-token, and the answer is that to the last prompt. Every other later prompt of a plan is dense behind the sparse ones,
-as a host runs turns of few tokens.
+token, and the answer is that to the last prompt. The shorter half of a plan's later prompts is dense behind sparse
+ones, as a host runs turns of few tokens.
 
 Logits count from the first row that the mode computed itself: with decode alone, the prompt's last row is dense's own
 and would dilute the divergence. With prefill alone, the rows after the prompt attend to all of a cache that was

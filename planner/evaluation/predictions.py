@@ -123,13 +123,13 @@ def prefill_turns(
     model: Any, batch: Batch, chunk: int | None, dense: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Prefilled:
     """Runs the prompts of a batch, and of a conversation each reply token by token, as it is generated, and the prompt
-    behind it: the second such prompt, the fourth and so on under `dense`."""
-    prompts = prefill(model, batch.prompt_BS, chunk)
-    for turn, (reply_BR, prompt_BS) in enumerate(batch.later):
+    behind it: under `dense` where it is shorter than the median of such prompts."""
+    prompts, sizes = prefill(model, batch.prompt_BS, chunk), sorted(ids_BS.shape[1] for _, ids_BS in batch.later)
+    for reply_BR, prompt_BS in batch.later:
         with without_plans():
             for token_B1 in reply_BR.split(1, 1):
                 model(input_ids=token_B1, use_cache=True, **cache_inputs(model, prompts.cache, token_B1))
-        with dense() if turn % 2 else nullcontext():
+        with dense() if prompt_BS.shape[1] < sizes[len(sizes) // 2] else nullcontext():
             prompts = prefill(model, prompt_BS, chunk, cache=prompts.cache)
     return prompts
 

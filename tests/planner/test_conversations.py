@@ -25,15 +25,15 @@ SPARSE = decode_plan(segment(0, (1, 2), 8))
 RULES = {"segments": (SPARSE, ()), "dropped tokens": (None, (drops((1, 2), 24, generated=3),))}
 
 
-def conversations(count: int = 2) -> list[Sample]:
-    """Of no task: a prompt, twice a reply of five tokens and a prompt, an answer of four."""
+def conversations(count: int = 2, sizes: tuple[int, int] = (60, 140)) -> list[Sample]:
+    """Of no task: a prompt, twice a reply of five tokens and a prompt of a size, an answer of four."""
     rng = np.random.default_rng(3)
 
     def drawn(tokens: int) -> Any:
         return rng.integers(1, 90, tokens, np.int32)
 
-    turns = [(drawn(PROMPT), drawn(4), *(Turn(drawn(5), drawn(140)) for _ in range(2))) for _ in range(count)]
-    return [Sample(prompt, answer, "", "own", PROMPT + 294, tuple(later)) for prompt, answer, *later in turns]
+    turns = [(drawn(PROMPT), drawn(4), *(Turn(drawn(5), drawn(size)) for size in sizes)) for _ in range(count)]
+    return [Sample(prompt, answer, "", "own", PROMPT + 214, tuple(later)) for prompt, answer, *later in turns]
 
 
 def by_hand(loaded: LoadedModel, sample: Sample, chunk: int | None, plan: Plan | None, **phases: bool) -> torch.Tensor:
@@ -54,10 +54,10 @@ def by_hand(loaded: LoadedModel, sample: Sample, chunk: int | None, plan: Plan |
     applied = nullcontext() if plan is None else apply(model, plan, sparse="always", **phases)
     with applied as handle, torch.no_grad():
         prompt(sample.prompt_ids)
-        for number, turn in enumerate(sample.later):
+        for turn in sample.later:
             ran(turn.reply_ids, [1] * len(turn.reply_ids))
             if handle is not None:
-                handle._engine.pays = NEVER if number == 1 else ALWAYS
+                handle._engine.pays = NEVER if len(turn.prompt_ids) == 60 else ALWAYS
             prompt(turn.prompt_ids)
             if handle is not None:
                 handle._engine.pays = ALWAYS
@@ -66,13 +66,17 @@ def by_hand(loaded: LoadedModel, sample: Sample, chunk: int | None, plan: Plan |
 
 
 @pytest.mark.parametrize("chunk", [128])
-@pytest.mark.parametrize("rule", RULES)
-def test_the_turns_of_a_conversation_run_as_a_users_do(loaded: LoadedModel, rule: str, chunk: int | None) -> None:
+@pytest.mark.parametrize(("rule", "sizes"), [("segments", (140, 60)), ("dropped tokens", (60, 140))])
+def test_the_turns_of_a_conversation_run_as_a_users_do(
+    loaded: LoadedModel, rule: str, sizes: tuple[int, int], chunk: int | None
+) -> None:
+    """The shorter later prompt is dense behind what the plan made, and the longer one sparse, whichever comes last."""
     decode, dropped = RULES[rule]
     plan = plan_for(loaded.model, every_head(loaded.model, NARROW), decode, *dropped)
     modes = {phase: PlanMode(plan, phase) for phase in ("prefill", "decode", "both")}
-    found = compare(loaded, modes, conversations(), batch=2, chunk=chunk)
-    for place, sample in enumerate(conversations()):
+    samples = conversations(sizes=sizes)
+    found = compare(loaded, modes, samples, batch=2, chunk=chunk)
+    for place, sample in enumerate(samples):
         p = by_hand(loaded, sample, chunk, None)
         for phase in modes:
             q = by_hand(loaded, sample, chunk, plan, prefill=phase != "decode", decode=phase != "prefill")
