@@ -13,6 +13,7 @@ from sparsekv.bench.suite import ModelRun
 from sparsekv.planner.evaluation.predictions import DENSE
 from sparsekv.planner.evaluation.results import Interval, bootstrap_interval, score_interval
 from sparsekv.planner.records import RunFile, RunRecord
+from sparsekv.plans.phases import PrefillPlan
 from sparsekv.plans.types import (
     Digest,
     Length,
@@ -90,11 +91,22 @@ class Held(RunRecord):
         return self.method, self.at, self.length
 
 
+class Searched(RunRecord):
+    """What MInference's search found at a length, whatever it is held to."""
+
+    length: Length
+    prefill: PrefillPlan
+
+    @property
+    def key(self) -> int:
+        return self.length
+
+
 class CompareRun(ModelRun):
     """Runs into one file: more methods, shares, tasks, lengths and samples may be added."""
 
     WHAT: ClassVar[str] = "results of `sparsekv compare`"
-    RECORDS: ClassVar[Any] = Sampled | Held
+    RECORDS: ClassVar[Any] = Sampled | Held | Searched
     TOLD: ClassVar[frozenset[str]] = ModelRun.TOLD | {"samples"}
     kind: Literal["sparsekv.compare"] = "sparsekv.compare"
     schema_version: Literal[1, 2] = 2  # of the first some rules were others, see EARLIER, and dense has no divergence
@@ -287,11 +299,8 @@ def sentences(file: CompareFile, every: Sequence[Row]) -> Iterator[str]:
         near = dense is not None and dense.kl > 0.0 and ours.kl < _ROUNDING * dense.kl
         name = shown(file, best.method)
         ratio = f"{_times(best.ratio)} of that of {name}" if best.ratio else f"{name} has none"
-        ratio += (
-            f" ({'at rounding, which' if near else 'rounding alone'} comes to {dense.kl:.2g})"
-            if dense and dense.kl
-            else ""
-        )
+        if dense and dense.kl:
+            ratio += f" ({'at rounding, which' if near else 'rounding alone'} comes to {dense.kl:.2g})"
         yield (
             f"At {format_length(length)}, {reference} at {_share(ours)} of the {spent} diverges by {ours.kl:.4f} "
             f"nats, {ratio}, the nearest of {len(others)} others, at {_share(best)}: {told} "

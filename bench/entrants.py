@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from sparsekv.bench import ruler_suite
-from sparsekv.bench.compare_file import CompareFile, Held
+from sparsekv.bench.compare_file import CompareFile, Held, Searched
 from sparsekv.bench.eviction_rules import Evicted, ExpectedAttention, ObservedPrompt, SnapKV, cached_share
 from sparsekv.bench.filter_rules import Even, FilterRule, Kascade, OmniKV
 from sparsekv.bench.published_rules import FlexPrefill, MInference, SkipSoftmax, Stem, scaled, searched
@@ -56,6 +56,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 OURS = "sparsekv"
 AS_GIVEN, TIME = "its own share", "its own time"  # of the reference: what others are held to, beside shares
 Phase = Literal["prefill", "decode", "eviction"]
+Prompts = Sequence[torch.Tensor]
 KINDS: Mapping[Phase, tuple[type[Method], ...]] = {
     "prefill": (PrefillRule,),
     "decode": (DecodeSelector, FilterRule),
@@ -150,19 +151,14 @@ class Entrants:
         target = next((one.target for one in held.values()), None) or self._target(entrants.get(OURS), share, prompts)
         for name in self.names:
             self.tell(f"{name} at {format_length(length)}: held to {target:.4g}")
-            entrants[name] = self._held(registry()[name], length, target, prompts, held.get(name))
+            entrants[name] = self._held(registry()[name], length, target, prompts, held.get(name), file)
         for name, one in entrants.items():
             made_by = self._made_by(name)
             if name in held:
                 check_same(file, difference(f"code or plan of {name}", held[name].made_by, made_by))
             else:
-                facts: dict[str, Any] = {
-                    "target": target,
-                    "budget": one.budget,
-                    "setting": one.setting,
-                    "made_by": made_by,
-                }
-                file.add(Held(method=name, at=label, length=length, **facts))
+                named: dict[str, Any] = {"method": name, "at": label, "length": length}
+                file.add(Held(**named, target=target, budget=one.budget, setting=one.setting, made_by=made_by))
         return entrants
 
     def _made_by(self, name: str) -> str | None:
@@ -174,7 +170,7 @@ class Entrants:
 
     # --- the share or time that is held to ---
 
-    def _target(self, ours: Entrant | None, share: float | None, prompts: Sequence[torch.Tensor]) -> float:
+    def _target(self, ours: Entrant | None, share: float | None, prompts: Prompts) -> float:
         if share is not None:
             return share
         if ours is None:
@@ -183,7 +179,7 @@ class Entrants:
             return self._seconds(ours, prompts)
         return ours.cached or ours.budget or self._density(ours, prompts)
 
-    def _fitted(self, make: Callable[[float], Entrant], target: float, prompts: Sequence[torch.Tensor]) -> Entrant:
+    def _fitted(self, make: Callable[[float], Entrant], target: float, prompts: Prompts) -> Entrant:
         """The entrant whose share or time is nearest, by bisection of its budget."""
         measure = self._seconds if self.at_time else self._density
         low, high, budget, tried = 0.0, 1.0, 0.5 if self.at_time else target, dict[float, float]()
@@ -197,7 +193,7 @@ class Entrants:
         return make(min(tried, key=lambda one: abs(tried[one] - target)))
 
     @torch.no_grad()
-    def _density(self, entrant: Entrant, prompts: Sequence[torch.Tensor]) -> float:
+    def _density(self, entrant: Entrant, prompts: Prompts) -> float:
         model: Any = self.loaded.model
         assert entrant.mode is not None
         with entrant.mode.running(model) as spent:
@@ -206,7 +202,7 @@ class Entrants:
             return spent().density
 
     @torch.no_grad()
-    def _seconds(self, entrant: Entrant, prompts: Sequence[torch.Tensor]) -> float:
+    def _seconds(self, entrant: Entrant, prompts: Prompts) -> float:
         """The median time of a prompt, or of a step, without the first."""
         assert entrant.mode is not None
         seconds = []
@@ -263,27 +259,24 @@ class Entrants:
         return self._segmented(shares[nearest], "compiled from the profile", nearest)
 
     def _segmented(self, segments: tuple[Segment, ...], setting: str, share: float) -> Entrant:
-        return Entrant(
-            "decode", setting, PlanMode(_decode_plan(self.loaded.info, segments), "decode", self.backend), budget=share
-        )
+        mode = PlanMode(_decode_plan(self.loaded.info, segments), "decode", self.backend)
+        return Entrant("decode", setting, mode, budget=share)
 
     def _held(
-        self, method: Method, length: int, target: float, prompts: Sequence[torch.Tensor], known: Held | None
+        self, method: Method, length: int, target: float, prompts: Prompts, known: Held | None, file: CompareFile
     ) -> Entrant:
+        budget = known.budget if known else None
         match method:
             case PrefillRule():
                 rule = partial(self._of_rule, method)
                 if isinstance(method, MInference):
-                    rule = partial(self._scaled, method, searched(self.loaded, length, self.backend), length)
-                return rule(known.budget) if known and known.budget else self._fitted(rule, target, prompts)
+                    if length not in file.all(Searched):
+                        file.add(Searched(length=length, prefill=searched(self.loaded, length, self.backend)))
+                    rule = partial(self._scaled, method, file.all(Searched)[length].prefill, length)
+                return rule(budget) if budget else self._fitted(rule, target, prompts)
             case FilterRule():
-                filtered = partial(self._filtered, method, length)
-                is_searched = self.at_time and not (known and known.budget)
-                return (
-                    self._fitted(filtered, target, prompts)
-                    if is_searched
-                    else filtered(known.budget if known and known.budget else target)
-                )
+                rule = partial(self._filtered, method, length)
+                return self._fitted(rule, target, prompts) if self.at_time and not budget else rule(budget or target)
             case DecodeSelector():
                 return self._selecting(method, target)
             case EvictionScore():

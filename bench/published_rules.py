@@ -16,7 +16,6 @@ Shapes as in kernels/index/layout.py; N heads of one KV head, R rows, S keys, T 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +24,13 @@ from torch.nn.functional import pad
 from sparsekv.bench.tile_rules import ByKVHead, Heads, LineRatio, means
 from sparsekv.kernels.index.layout import ceil_div
 from sparsekv.kernels.methods import PrefillRule
-from sparsekv.kernels.topk import blocks
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.job import head_shape, job_of
 from sparsekv.planner.options import PlanOptions, settle
 from sparsekv.planner.prices import shipped_prices
 from sparsekv.planner.profile.profile_data import for_profile
 from sparsekv.planner.profile.profiler import profile
-from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, VerticalSlash, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import PrefillBucket, PrefillPlan
 from sparsekv.runtime.hf.load import LoadedModel
 
@@ -101,7 +99,7 @@ def distance(p_NM: torch.Tensor, q_NM: torch.Tensor) -> torch.Tensor:
 
 
 class SkipSoftmax(ByKVHead):
-    name = "skip_softmax"
+    name, pairs = "skip_softmax", 1
 
     @staticmethod
     def factor(budget: float) -> float:
@@ -112,17 +110,13 @@ class SkipSoftmax(ByKVHead):
         return f"threshold {self.factor(budget):.3g} / length, all scores computed"
 
     def taken(self, heads: Heads, budget: float) -> torch.Tensor:
-        return torch.cat([*self._parts(heads, self.factor(budget) / len(heads.k_SD))], 1)
-
-    def _parts(self, heads: Heads, threshold: float) -> Iterator[torch.Tensor]:
-        query, key, rows = heads.layer.tile.query, heads.layer.tile.key, heads.q_NRD.shape[1]
+        query, key, threshold = heads.layer.tile.query, heads.layer.tile.key, self.factor(budget) / heads.length
         far = min(0.0, math.log(threshold)) if threshold else -math.inf  # a new maximum is never left out
-        for part in blocks(ceil_div(rows, query), len(heads.q_NRD) * query * len(heads.k_SD)):
-            scores_NRS = heads.scores(slice(part.start * query, min(part.stop * query, rows)))
-            missing = (0, -scores_NRS.shape[2] % key, 0, -scores_NRS.shape[1] % query)
-            best_NRM = pad(scores_NRS, missing, value=-torch.inf).unflatten(2, (-1, key)).amax(-1)
-            near_NRM = (best_NRM - best_NRM.cummax(-1).values >= far) & (best_NRM > -torch.inf)
-            yield near_NRM.unflatten(1, (-1, query)).any(2)
+        scores_NRS = heads.scores(slice(0, heads.q_NRD.shape[1]))
+        missing = (0, -scores_NRS.shape[2] % key, 0, -scores_NRS.shape[1] % query)
+        best_NRM = pad(scores_NRS, missing, value=-torch.inf).unflatten(2, (-1, key)).amax(-1)
+        near_NRM = (best_NRM - best_NRM.cummax(-1).values >= far) & (best_NRM > -torch.inf)
+        return torch.unflatten(near_NRM, 1, (-1, query)).any(2)
 
 
 class Stem(ByKVHead):
@@ -158,27 +152,25 @@ class MInference(PrefillRule):
         return f"{LineRatio.scale(budget):.4g} x the sizes that were searched, by head"
 
 
-_SIZES: Mapping[type[Pattern], Sequence[str]] = {
-    VerticalSlash: ("vertical", "slash"),
-    AShape: ("sink", "window"),
-    BlockSparse: ("keep",),
-}
+# Lines have no cap: the search's is as tight as the lines that it found.
+_SIZES = {VerticalSlash: ("vertical", "slash"), AShape: ("sink", "window"), BlockSparse: ("keep",)}
 
 
 def searched(loaded: LoadedModel, length: int, backend: Any) -> PrefillPlan:
     """The prefill phase of the preset's plan, without its test."""
     options = PlanOptions(lengths=(length,), preset="minference", phases=("prefill",), verify="none", backend=backend)
     asked, measured = for_profile(options, profile(job_of(loaded, options)))
-    return allocate(
-        measured, shipped_prices(head_shape(measured.model)), settle(asked, loaded.info.context_length, "cpu")
-    )
+    settled = settle(asked, loaded.info.context_length, "cpu")
+    return allocate(measured, shipped_prices(head_shape(measured.model)), settled)
 
 
 def scaled(plan: PrefillPlan, factor: float, length: int) -> PrefillPlan:
     def size_of(pattern: Pattern) -> Pattern:
         names = _SIZES.get(type(pattern), ())
         sizes = {name: getattr(pattern, name).resolve(length) * factor for name in names}
-        return pattern.model_copy(update={name: tokens(min(length, max(1, round(n)))) for name, n in sizes.items()})
+        budgets = {name: tokens(min(length, max(1, round(n)))) for name, n in sizes.items()}
+        budgets |= {"max_tiles": fraction(1.0)} if isinstance(pattern, VerticalSlash) else {}
+        return pattern.model_copy(update=budgets)
 
     groups = plan.bucket(length).heads
     heads = tuple(group.model_copy(update={"pattern": size_of(group.pattern)}) for group in groups)

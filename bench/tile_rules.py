@@ -39,6 +39,7 @@ J strided keys, E = s * D.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -48,6 +49,7 @@ from sparsekv.kernels.index.block_sparse import tile_limits
 from sparsekv.kernels.index.layout import IndexCall, ceil_div
 from sparsekv.kernels.methods import Layer, PrefillRule
 from sparsekv.kernels.scores import scaled_scores
+from sparsekv.kernels.topk import blocks
 from sparsekv.plans.patterns import AShape, Pattern, VerticalSlash, fraction, tokens
 
 PUBLISHED_LINES = (1000, 6096)  # MInference's columns and diagonals
@@ -57,9 +59,10 @@ _HIDDEN = torch.finfo(torch.float32).min  # finite: a row that sees nothing must
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The query heads of one KV head in one batch row.
+    """The query heads of one KV head in one batch row, or some row tiles of these, and the keys that they may see.
 
     Attributes:
+        length: of the batch row, whatever keys are here.
         must_TM, sees_TM: tiles that every row tile computes, and those that it may.
     """
 
@@ -68,6 +71,7 @@ class Heads:
     must_TM: torch.Tensor
     sees_TM: torch.Tensor
     past: int
+    length: int
     layer: Layer
 
     @property
@@ -92,13 +96,16 @@ class Heads:
 
 def means(x_XRD: torch.Tensor, size: int, stride: int = 1) -> torch.Tensor:
     """Means of each `size` tokens, apart for each place in a stride: [..., tiles, stride, D]."""
-    count = ceil_div(x_XRD.shape[-2], size)
-    filled_XRD = pad(x_XRD.float(), (0, 0, 0, count * size - x_XRD.shape[-2]), value=torch.nan)
-    return torch.unflatten(filled_XRD, -2, (count, size // stride, stride)).nanmean(-3).nan_to_num_(0.0)
+    count, ones_R1 = ceil_div(x_XRD.shape[-2], size), x_XRD.new_ones(x_XRD.shape[-2], 1, dtype=torch.float32)
+    filled = [pad(x, (0, 0, 0, count * size - len(ones_R1))) for x in (x_XRD.float(), ones_R1)]
+    sums, rows = (torch.unflatten(x, -2, (count, size // stride, stride)).sum(-3) for x in filled)
+    return sums / rows.clamp(min=1.0)
 
 
 class ByKVHead(PrefillRule):
-    """A rule that takes the heads of a KV head in one batch row at a time."""
+    """A rule of one KV head and batch row at a time; with `pairs` of rows and keys an element, of some row tiles."""
+
+    pairs: ClassVar[int | None] = None
 
     def taken(self, heads: Heads, budget: float) -> torch.Tensor:
         """bool [N, T, M]; tiles that a row tile does not see do not count."""
@@ -107,25 +114,24 @@ class ByKVHead(PrefillRule):
     def tiles(self, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, layer: Layer, budget: float) -> torch.Tensor:
         layout = IndexCall.of(q_BHSD, k_BGKD, layer.chunk, layer.tile, layer.scale, layer.window).layout
         must_BTM, sees_BTM = tile_limits(layout.key_tiles, layout.locate())
-        tiles_BHTM = must_BTM[:, None].repeat(1, layout.heads, 1, 1)
+        tiles_BHTM, query = must_BTM[:, None].repeat(1, layout.heads, 1, 1), layer.tile.query
         for b, (past, length) in enumerate(zip(layer.chunk.past, layer.chunk.lengths, strict=True)):
-            part = slice(0, ceil_div(length - past, layer.tile.query)), slice(0, ceil_div(length, layer.tile.key))
-            for group in range(layout.kv_heads if length > past else 0):
+            each = layout.group_size * query * length // self.pairs if self.pairs else 0
+            for group, part in product(range(layout.kv_heads), blocks(ceil_div(length - past, query), each)):
                 own = slice(group * layout.group_size, (group + 1) * layout.group_size)
-                tensors = (
-                    q_BHSD[b, own, : length - past],
-                    k_BGKD[b, group, :length],
-                    must_BTM[b][part],
-                    sees_BTM[b][part],
-                )
-                tiles_BHTM[b, own][:, *part] = self.taken(Heads(*tensors, past, layer), budget)
+                rows = slice(part.start * query, min(part.stop * query, length - past))
+                tiles = ceil_div(past + rows.stop, layer.tile.key)
+                k_SD = k_BGKD[b, group, : min(length, tiles * layer.tile.key)]
+                limits = must_BTM[b, part, :tiles], sees_BTM[b, part, :tiles]
+                heads = Heads(q_BHSD[b, own, rows], k_SD, *limits, past + rows.start, length, layer)
+                tiles_BHTM[b, own, part, :tiles] = self.taken(heads, budget)
         return tiles_BHTM
 
 
 class XAttention(ByKVHead):
     """The fewest tiles that hold `tau` of a row's attention, best first, among equals the lower one; 1 takes all."""
 
-    name = "xattention"
+    name, pairs = "xattention", STRIDE**2
     further: ClassVar[int] = 1  # antidiagonals, in odd strided rows; 0 in the paper
 
     @staticmethod
@@ -145,15 +151,16 @@ class XAttention(ByKVHead):
         within_Xs = torch.arange(STRIDE - 1, -1, -1, device=k_SD.device) - odd_X1
         at_Xs = (first_X[:, None] + within_Xs % STRIDE).clamp(max=rows - 1)
         k_JE = k_SD[: strided * STRIDE].unflatten(0, (strided, STRIDE)).flatten(1)
-        z_XJ = scaled_scores(q_NRD[:, at_Xs].flatten(2).flatten(0, 1)[None, None], k_JE[None, None], heads.layer.scale)
-        z_NXJ = (z_XJ[0, 0] / STRIDE).unflatten(0, (-1, len(first_X)))
+        q_XE, scale = q_NRD[:, at_Xs].flatten(2).flatten(0, 1), heads.layer.scale / STRIDE
+        z_XJ = scaled_scores(q_XE[None, None], k_JE[None, None], scale)
+        z_NXJ = z_XJ[0, 0].unflatten(0, (-1, len(first_X)))
         back_XJ = heads.past + first_X[:, None] - torch.arange(strided, device=k_SD.device) * STRIDE
         hidden_XJ = (back_XJ < 0) | (back_XJ - STRIDE + 1 >= (heads.layer.window or torch.inf))
         real_X1 = (rows - first_X).clamp(0, STRIDE).masked_fill(hidden_XJ.all(1), 0)[:, None]
-        y_NXJ = z_NXJ.masked_fill(hidden_XJ, _HIDDEN).softmax(-1)
-        y_NXJ = torch.where(real_X1 > 0, y_NXJ * real_X1, 0.0)
+        y_NXJ = z_NXJ.masked_fill_(hidden_XJ, _HIDDEN).softmax(-1)
         tiles, keys = heads.sees_TM.shape[1], tile.key // STRIDE
-        sums_NXM = pad(y_NXJ, (0, tiles * keys - strided)).unflatten(2, (tiles, keys)).sum(-1)
+        y_NXJ = pad(y_NXJ, (0, tiles * keys - strided)) if strided < tiles * keys else y_NXJ
+        sums_NXM = torch.where(real_X1 > 0, y_NXJ.unflatten(2, (tiles, keys)).sum(-1) * real_X1, 0.0)
         per_tile = (len(heads.sees_TM), tile.query // STRIDE)
         real_T1 = torch.unflatten(real_X1, 0, per_tile).sum(1).clamp(min=1)
         return torch.unflatten(sums_NXM, 1, per_tile).sum(2) / real_T1
@@ -174,7 +181,7 @@ class XAttention(ByKVHead):
 class FlashPrefill(ByKVHead):
     """Tiles of which the share is at least `alpha` times that of their row's best; 0 takes all."""
 
-    name = "flashprefill"
+    name, pairs = "flashprefill", 64 * 64  # at least
 
     @staticmethod
     def alpha(budget: float) -> float:
@@ -186,11 +193,14 @@ class FlashPrefill(ByKVHead):
     def shares(self, heads: Heads) -> torch.Tensor:
         """[N, T, M], pooled."""
         tile, window = heads.layer.tile, heads.layer.window or len(heads.k_SD)
-        back_RM = heads.back(slice(0, heads.q_NRD.shape[1]))[:, :: tile.key] + 1  # tokens from a tile's first key on
-        seen_RM = back_RM.clamp(0, tile.key) - (back_RM - window).clamp(0, tile.key)
-        seen_TM = means(seen_RM, tile.query).squeeze(-2)
+        ends_X = heads.past + (torch.arange(len(heads.sees_TM) + 1) * tile.query).clamp(max=heads.q_NRD.shape[1])
+        back_XM = ends_X[:, None] - torch.arange(heads.sees_TM.shape[1]) * tile.key  # from a tile's first key
+        back_2XM = torch.stack((back_XM, back_XM - window))
+        some_2XM = back_2XM.clamp(0, tile.key)
+        pairs_2XM = some_2XM * (some_2XM + 1) // 2 + (back_2XM - some_2XM).clamp(min=0) * tile.key  # of earlier rows
+        seen_TM = (pairs_2XM[0] - pairs_2XM[1]).diff(dim=0) / ends_X.diff()[:, None]
         q_NTD, k_MD = means(heads.q_NRD, tile.query).squeeze(-2), means(heads.k_SD, tile.key).squeeze(-2)
-        logits_NTM = q_NTD @ k_MD.T * heads.layer.scale + seen_TM.log()
+        logits_NTM = q_NTD @ k_MD.T * heads.layer.scale + seen_TM.log().to(k_MD.device)
         return logits_NTM.clamp(min=_HIDDEN).softmax(-1)
 
     def taken(self, heads: Heads, budget: float) -> torch.Tensor:

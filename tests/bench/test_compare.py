@@ -105,9 +105,25 @@ def test_every_method_is_held_to_the_share_of_the_plan_and_nothing_is_measured_t
     assert next(one for one in dense if one.task == "niah_single_1").score == 1.0
     assert "the nearest of" in text(file)
     monkeypatch.setattr(entrants.Entrants, "_fitted", None)
+    monkeypatch.setattr(entrants, "searched", None)
     before = dict(file.all(Sampled))
     assert compare_methods(retriever, entrants_of(retriever, phase), asked, file)
     assert file.all(Sampled) == before
+
+
+def test_minference_is_searched_once_a_length_whatever_it_is_held_to(
+    retriever: LoadedModel, few: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, found = file_of(retriever, "prefill"), plan_of(retriever, "prefill").prefill
+    asked: list[int] = []
+    monkeypatch.setattr(entrants, "searched", lambda loaded, length, backend: asked.append(length) or found)
+    monkeypatch.setattr(Entrants, "_fitted", lambda self, make, target, prompts: make(target))
+    methods = replace(
+        entrants_of(retriever, "prefill"), names=("minference",), plans={}, profile=None, shares=(0.3, 0.4)
+    )
+    for _ in "again":
+        assert len(methods.at(LENGTH, file)) == 2
+    assert asked == [LENGTH]
 
 
 def test_answers_that_end_before_a_step_tell_nothing_of_what_steps_read(retriever: LoadedModel) -> None:

@@ -7,12 +7,16 @@ import pytest
 import torch
 from index_cases import TILES, Layer, make_layer
 from tile_masses import visible_tiles
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsekv.bench.published_rules import FlexPrefill, SkipSoftmax, Stem
-from sparsekv.bench.tile_rules import ByKVHead
+from sparsekv.bench import tile_rules
+from sparsekv.bench.published_rules import FlexPrefill, SkipSoftmax, Stem, scaled
+from sparsekv.bench.tile_rules import ByKVHead, FlashPrefill, XAttention
 from sparsekv.kernels.methods import Layer as Facts
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.patterns import Dense, TileShape
+from sparsekv.kernels.topk import BLOCK_ELEMENTS, blocks
+from sparsekv.plans.patterns import Dense, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 
 CASES = {  # past and length of batch rows, tile, window, by how much queries are scaled
     "whole": (Chunk((0,), (2000,)), TILES[0], None, 3.0),
@@ -23,6 +27,7 @@ CASES = {  # past and length of batch rows, tile, window, by how much queries ar
     "between": (Chunk((64,), (1700,)), TILES[2], None, 0.7),
 }
 by_case = pytest.mark.parametrize("case", CASES)
+RULES = (XAttention(), FlashPrefill(), FlexPrefill(), SkipSoftmax(), Stem())
 
 
 def layer_of(case: str) -> Layer:
@@ -182,3 +187,46 @@ def test_a_budget_of_one_takes_all_and_less_takes_less(rule: ByKVHead) -> None:
     shares = [float(rule.tiles(q_BHSD, k_BGKD, facts, budget).float().tril().mean()) for budget in (1.0, 0.2, 0.1)]
     assert shares[0] == pytest.approx(65 / 128)
     assert shares[0] > shares[1] > shares[2]
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an operation gave."""
+
+    size = 0
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        result = call(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(one, torch.Tensor):
+                self.size = max(self.size, one.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_no_rule_holds_all_rows_beside_all_keys(rule: ByKVHead) -> None:
+    q_BHSD, k_BGKD = (torch.empty(1, heads, length := 1 << 16, 64, device="meta") for heads in (4, 1))
+    with Largest() as seen:
+        rule.tiles(q_BHSD, k_BGKD, Facts(2, Chunk.uniform(1, 0, length), TileShape(), 0.125), 0.3)
+    assert seen.size <= 8 * BLOCK_ELEMENTS
+
+
+@pytest.mark.parametrize("rule", [XAttention(), FlashPrefill(), SkipSoftmax()], ids=lambda rule: rule.name)
+@by_case
+def test_blocks_of_row_tiles_take_what_all_together_take(
+    rule: ByKVHead, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = layer_of(case)
+    found = taken(rule, layer, 0.3)
+    monkeypatch.setattr(tile_rules, "blocks", lambda total, each: blocks(total, 1, 2))
+    in_blocks = taken(rule, layer, 0.3)
+    assert sum(in_blocks[at] != tiles for at, tiles in found.items()) <= 0.005 * len(found)  # rounding
+
+
+def test_minferences_lines_grow_together_and_no_cap_drops_any() -> None:
+    lines = VerticalSlash(vertical=tokens(40), slash=tokens(300), last_q=64, max_tiles=tokens(512))
+    group = HeadGroup(layer=0, heads=(0,), pattern=lines)
+    plan = PrefillPlan(tile=TileShape(), lengths=(PrefillBucket(up_to=None, heads=(group,)),))
+    for factor in (0.5, 4.0):
+        asked = {"vertical": tokens(round(40 * factor)), "slash": tokens(round(300 * factor))}
+        expected = lines.model_copy(update={**asked, "max_tiles": fraction(1.0)})
+        assert scaled(plan, factor, 4096).bucket(4096).heads[0].pattern == expected
