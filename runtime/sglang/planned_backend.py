@@ -190,12 +190,12 @@ class Planned:
     # --- what a step is ---
 
     def _begin(self, forward_batch: Any, captured: bool) -> StepRows | None:
-        """The rows of a step that the layers compute; None where all of it is SGLang's: rows that verify a draft, and
-        steps without any."""
+        """The rows of a step that the layers compute; None where all of it is SGLang's: rows that verify a draft,
+        prompts that it makes up to warm up or to capture, and steps without any."""
         mode = forward_batch.forward_mode
         if mode.is_decode():
             return self._begin_decode(forward_batch, captured)
-        if captured or not (mode.is_mixed() or mode.name == "EXTEND"):
+        if captured or forward_batch.rids is None or not (mode.is_mixed() or mode.name == "EXTEND"):
             return None
         rows, pasts = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
         starts = tuple(accumulate(rows, initial=0))

@@ -3,7 +3,7 @@
 The backend that an engine would choose is made as before; where a plan lies beside the model, it becomes ours. Lists of
 backends by name all over SGLang so apply to the one that computes the dense rows. Our own name stands for the device's
 backend and says that an engine without its plan is to end: SGLang only logs what a plugin raises, so it is looked at
-when the backend is made.
+when the backend is made, and once more when a runner has its backends, as SGLang may have made another one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ def register() -> None:
     add_attention_backend_choices([NAME])
     resolve = "sglang.srt.server_args.ServerArgs.resolve_once"
     HookRegistry.register(resolve, name_device_backend, HookType.BEFORE)
+    made = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
+    HookRegistry.register(made, check_planned, HookType.AFTER)
     for name in REPLACED.values():
         ATTENTION_BACKENDS[name] = planned(name, ATTENTION_BACKENDS[name])
 
@@ -36,6 +38,19 @@ def name_device_backend(arguments: Any) -> None:
 
             setattr(arguments, name, REPLACED["cpu" if current_platform.is_cpu() else "cuda"])
             setattr(arguments, _REQUIRED, True)
+
+
+def check_planned(_: None, runner: Any) -> None:
+    """Ends an engine that was asked for its plan, and whose backend SGLang chose by other settings or by its model."""
+    required = not runner.is_draft_worker and getattr(runner.server_args, _REQUIRED, False)
+    if required and not hasattr(runner.attn_backend, "plan_host"):
+        from sparsekv.plans.errors import UnsupportedError
+
+        raise UnsupportedError(
+            f"expected {REPLACED.get(runner.device, 'a GPU or CPU')} for --attention-backend {NAME}, found that SGLang "
+            f"took {runner.prefill_attention_backend_str}: remove the setting that its log names (fp8_e5m2 is one), or "
+            "leave the option out to run dense"
+        )
 
 
 def planned(name: str, make: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -36,7 +36,6 @@ class EngineHost(PlanHost):
     dense_graphs = False  # whether those are there
     decodes_dense = False  # whether nothing chooses in the step at hand
     place: Place
-    model: str  # fingerprint of its architecture
     passed: list[tuple[float, float]]  # when attention of the layers began and ended in steps without a cache
 
     @property
@@ -68,7 +67,6 @@ def start_host(
     wanted = Wanted(able, options.backend, options.allow_mismatch, _ALLOW_MISMATCH, facts.drafted)
     host = start(EngineHost, plan, path, model, wanted, gather)
     warn_of_release(facts, options)
-    host.model = model.described(plan).fingerprint.architecture
     host.place = Place.of(plan, model.longest, model.step, model.rows)
     host.measures, host.passed = options.pays is None, []
     host.pays = options.pays or host.program.hint

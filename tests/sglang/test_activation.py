@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang_engine import SETTINGS, STUBS, Engine, prompt_of
 from tiny_models import tiny_model
 from tiny_plans import drops, every_head, plan_for
@@ -85,6 +87,112 @@ def test_our_name_stands_for_the_devices_backend_in_all_of_sglangs_lists(folder:
     assert "sparsekv" in ATTENTION_BACKEND_CHOICES
 
 
+def test_an_engine_ends_if_sglang_takes_another_backend_than_the_one_that_ours_stands_for(
+    engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.server_args import ServerArgs
+
+    from sparsekv.runtime.sglang import sglang_plugin
+
+    monkeypatch.setitem(sglang_plugin.REPLACED, "cpu", "fa3")  # as on a GPU
+    settings = SETTINGS | {"attention_backend": "sparsekv", "kv_cache_dtype": "fp8_e5m2"}
+    arguments = ServerArgs(model_path=str(folder), **settings)
+    arguments.resolve_once()
+    arguments = pickle.loads(pickle.dumps(arguments))
+    assert attention_backends_of(resolved_view(arguments)) == ("triton", "triton")
+    monkeypatch.setitem(ATTENTION_BACKENDS, "torch_native", lambda runner: engine.backend(None, folder))
+    with pytest.raises(UnsupportedError, match=r"expected fa3 .* took torch_native"):
+        engine.runner.init_attention_backends()  # and the runner has that backend
+    monkeypatch.setattr(engine.runner, "server_args", arguments)
+    monkeypatch.setattr(engine.runner, "prefill_attention_backend_str", "triton")
+    with pytest.raises(UnsupportedError, match=r"expected fa3 .* took triton"):
+        sglang_plugin.check_planned(None, engine.runner)
+    monkeypatch.setattr(engine.runner, "server_args", SimpleNamespace())  # nobody asked
+    sglang_plugin.check_planned(None, engine.runner)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("place", ["engine_plan.Scratch", "sglang.engine._warm_up"])
+def test_an_engine_without_memory_for_its_plan_is_dense_unless_others_wait_for_it(
+    engine: Engine, planned: Any, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, ranks: int
+) -> None:
+    def fail(*given: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(f"sparsekv.runtime.{place}", fail)
+    if place == "sglang.engine._warm_up":
+        monkeypatch.setattr("sparsekv.runtime.sglang.engine._started", lambda *given: planned.plan_host)
+        monkeypatch.setattr(engine.runner, "device", "cuda")
+    group = SimpleNamespace(all_gather_object=lambda given: [given] * ranks)
+    parallel = SimpleNamespace(attn_tp_rank=0, attn_tp_size=ranks, attn_tp_group=group)
+    monkeypatch.setattr("sparsekv.runtime.sglang.engine.get_parallel", lambda: parallel)
+    if ranks > 1:
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.backend(plan, tmp_path, required=False)
+        return
+    assert type(engine.backend(plan, tmp_path, required=False)).__name__ == "TorchNativeAttnBackend"
+    with pytest.raises(UnsupportedError, match="OutOfMemoryError: out of memory"):
+        engine.backend(plan, tmp_path)
+
+
+def test_layers_are_warmed_up_by_pages_of_their_own_shape() -> None:
+    from sparsekv.runtime.sglang.engine import _warm_up
+
+    shapes = ((2, 32), (1, 64), (2, 32))
+    layers = [
+        SimpleNamespace(layer_id=number, tp_q_head_num=4, tp_k_head_num=heads, head_dim=size)
+        for number, (heads, size) in enumerate(shapes)
+    ]
+    planned = {number: SimpleNamespace(program=number, softmax=number, scale=1.0, scales=number) for number in range(3)}
+    called: list[tuple[Any, ...]] = []
+    scratch = SimpleNamespace(
+        kind=(torch.float32, torch.device("cpu")),
+        copy=lambda pages, table_P, length, scales: called.append(("copy", pages, scales)),
+    )
+    captured = SimpleNamespace(warm_up=lambda program, pages, *by: called.append(("prefill", pages, program)))
+    decode = SimpleNamespace(warm_up=lambda programs, pages, *by: called.append(("decode", pages, programs)))
+    host = SimpleNamespace(scratch=scratch, captured=captured, decode=decode, longest=64, warm_up=lambda *given: None)
+    host.program = SimpleNamespace(prefilling=(2,))
+    _warm_up(
+        SimpleNamespace(plan_host=host, plan_layers=planned, pages=lambda layer: (layer.tp_k_head_num, layer.head_dim)),
+        layers,
+        8,
+    )
+    assert called == [
+        ("copy", (2, 32), 0),
+        ("prefill", (2, 32), 2),
+        ("decode", (2, 32), [0, 2]),
+        ("copy", (1, 64), 1),
+        ("decode", (1, 64), [1]),
+    ]
+
+
+def change_settings(engine: Engine, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> None:
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    settings = resolved_view(engine.runner.server_args)
+
+    class Changed:
+        def __getattr__(self, name: str) -> Any:
+            return values.get(name, getattr(settings, name))
+
+    monkeypatch.setattr("sparsekv.runtime.sglang.engine.resolved_view", lambda arguments: Changed())
+
+
+@pytest.mark.parametrize("drafter", [None, "NGRAM"])
+def test_beside_drafts_no_row_of_a_mixed_step_chooses(
+    engine: Engine, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str | None
+) -> None:
+    change_settings(engine, monkeypatch, {"speculative_algorithm": drafter})
+    assert engine.backend(plan, tmp_path).plan_mixes is (drafter is None)
+
+
+def graphs_of(backend: str) -> dict[str, Any]:
+    return {"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend=backend))}
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "--enable-deterministic-inference": {"enable_deterministic_inference": True},
     "--enable-two-batch-overlap": {"enable_two_batch_overlap": True},
@@ -97,9 +205,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "--pp-size 1": {"pp_size": 2},
     "--dllm-algorithm": {"dllm_algorithm": "some"},
     "--prefill-only-disable-kv-cache": {"prefill_only_disable_kv_cache": True},
-    "--cuda-graph-backend-prefill": {
-        "cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="full")),
-    },
+    "--enable-torch-compile": {"enable_torch_compile": True},
+    "--cuda-graph-backend-prefill": graphs_of("full"),
+    "--cuda-graph-backend-prefill breakable": graphs_of("tc_piecewise"),
 }
 
 
@@ -107,15 +215,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 def test_a_setting_that_would_run_a_plan_wrongly_is_told_and_ends_an_engine_that_was_asked_for_it(
     engine: Engine, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, sentence: str
 ) -> None:
-    from sglang.srt.arg_groups.overrides import resolved_view
-
-    settings = resolved_view(engine.runner.server_args)
-
-    class Changed:
-        def __getattr__(self, name: str) -> Any:
-            return OTHERS[sentence].get(name, getattr(settings, name))
-
-    monkeypatch.setattr("sparsekv.runtime.sglang.engine.resolved_view", lambda arguments: Changed())
+    change_settings(engine, monkeypatch, OTHERS[sentence])
     with pytest.raises(UnsupportedError, match=sentence):
         engine.backend(plan, tmp_path)
     with caplog.at_level(logging.WARNING, logger="sglang.sparsekv"):
@@ -130,6 +230,7 @@ def test_a_setting_that_would_run_a_plan_wrongly_is_told_and_ends_an_engine_that
         ("use_mla_backend", True, "latent keys"),
         ("decode_attention_backend_str", "fa3", "use --attention-backend alone"),
         ("kv_cache_dtype", "torch.float8_e5m2", "fp8_e4m3"),
+        ("kv_cache_dtype", "torch.float8_e4m3fn", "on a CPU"),
     ],
 )
 def test_a_runner_that_a_plan_cannot_follow_is_refused(

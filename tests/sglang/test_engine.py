@@ -116,6 +116,19 @@ def test_a_dense_plan_changes_nothing(engine: Engine, plan: Plan, tmp_path: Path
     assert answers[0] == answers[1]
 
 
+def test_prompts_that_sglang_makes_up_are_neither_planned_nor_counted(engine: Engine, planned: Any) -> None:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, extend_seq_lens_cpu=[600], extend_prefix_lens_cpu=[0])
+    batch.req_pool_indices, batch.rids = torch.tensor([1]), None
+    assert planned._begin(batch, captured=False) is None
+    counts = planned.plan_host.counters
+    assert (counts.read().sparse_tokens, counts.read().dense_tokens) == (0, 0)
+    batch.rids = ["a request"]
+    assert planned._begin(batch, captured=False) is not None
+    assert counts.read().sparse_tokens == 600
+
+
 def test_rows_that_are_left_to_flash_attention_are_given_by_its_metadata(
     engine: Engine, planned: Any, sparse: Oracle
 ) -> None:

@@ -108,13 +108,18 @@ def weights_of(plan: Plan, weights: str | None) -> Plan:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_quantised_weights_that_a_plan_was_not_made_on_are_said_in_one_line(
-    model: Any, plan: Plan, tmp_path: Path, packed: bool
+    model: Any, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
 ) -> None:
+    read: list[Path] = []
+    counted = lambda folder: read.append(folder) or files_fingerprint(folder)  # noqa: E731
+    monkeypatch.setattr("sparsekv.runtime.engine_plan.files_fingerprint", counted)
     save_file({"weight": torch.randn(64)}, tmp_path / "model.safetensors")
     facts = {"quantization": "fp8", "packed": packed}
     base = weights_of(plan, "sha256-all:" + "0" * 64)
     with pytest.warns(PlanWarning) as caught:
-        start(model, base, tmp_path, facts)
+        host = start(model, base, tmp_path, facts)
+    assert host.model == plan.model.fingerprint.architecture
+    assert len(read) == packed  # each reading opens all tensors
     assert ["other weights" in str(one.message) for one in caught] == [True]
     own = weights_of(plan, files_fingerprint(tmp_path))
     with torch.device("meta"):  # vLLM makes its layers, and so starts a plan, where new tensors are the device's
@@ -173,6 +178,8 @@ def test_a_layer_runs_once_for_each_kind_of_patterns_before_prompts_come_and_not
         scratch.fill_(1.0)
         host.warm_up(layer, queries, PLAIN, 1.0)
         assert scratch.unique().tolist() == [left]
+    host.warm_up(host.program.layers[1], queries[..., : group.head_dim // 2], PLAIN, 1.0)  # heads of another size
+    assert scratch.unique().tolist() == [0.0, 1.0]
     assert host.counters.read().prefill_density is None
 
 
