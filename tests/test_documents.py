@@ -15,7 +15,12 @@ from sparsekv.plans.schema import Status
 from sparsekv.runtime.settings import Backend, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "zoo" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 MOST_ROWS, MOST_OF_PLAN, MOST_SETTINGS = 130, 20, 170
 MADE = ("commands.md", "api.md", "provenance.md")  # by tools, a paragraph a line
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")

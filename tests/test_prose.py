@@ -68,3 +68,5 @@ def test_a_plan_of_the_zoo_is_sound_and_listed(plan: Path) -> None:
     assert load_plan(plan).planned_lengths
     assert len(repr(load_plan(plan))) < 80
     assert f"({plan.name})" in (ROOT / "zoo" / "README.md").read_text()
+    measured = ROOT / "bench" / "results" / plan.name.replace(".sparsekv", "")
+    assert not measured.exists() or measured.read_bytes() == plan.read_bytes()

@@ -55,7 +55,7 @@ class GivenSamples(EvalSamples):
             )
         for length, samples in self.given.items():
             if not samples:
-                raise PromptError(f"expected prompts for every length that is verified, found none of {length} tokens")
+                raise PromptError(f"expected prompts for every length, found none of {length} tokens; pass --lengths")
 
     def drawn(self, kit: Kit, length: int) -> list[Sample]:
         """Those of a length that are next; fewer than asked for, or none, at the end."""

@@ -122,7 +122,9 @@ _PHASES = {
     "decode": "the decode phase",
     "kv_cache": "KV cache eviction: all tokens stay cached",
 }
-_KNOWN = "`status`, `targets`, `quality`, `cost`, `provenance`: what is known of the plan"
+_KNOWN = (
+    "`status`, `targets`, `quality`, `cost`, `provenance`, `extensions`: what is known of the plan, where it has any"
+)
 
 
 def left_out(plan: Plan, *held: str) -> list[str]:
