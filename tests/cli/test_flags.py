@@ -21,9 +21,10 @@ OTHERS = {
     *("--calculate-kv-scales", "--kv-sharing-fast-prefill", "--enable-eplb", "--enable-lora"),
     *("--data-parallel-size", "--scheduler-cls", "--worker-cls", "--spec-method", "--spec-model", "--spec-tokens"),
     *("--hf-overrides", "--max-model-len"),
+    # of SGLang
     *("--enable-deterministic-inference", "--enable-two-batch-overlap", "--enable-pdmux", "--disaggregation-mode"),
     *("--enable-dp-attention", "--enable-kv-cache-sharding", "--attn-cp-size", "--dcp-size", "--pp-size"),
-    *("--dllm-algorithm", "--prefill-only-disable-kv-cache", "--cuda-graph-backend-prefill"),  # of SGLang
+    *("--dllm-algorithm", "--prefill-only-disable-kv-cache", "--cuda-graph-backend-prefill", "--enable-torch-compile"),
     *("--continuous-batching", "--cb-num-blocks", "--port"),  # of the server of transformers
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")

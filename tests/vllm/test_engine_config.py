@@ -31,7 +31,6 @@ def config_of(**settings: Any) -> Any:
     [
         ({}, {}),
         ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}),
-        ({"quantization": "fp8", "dtype": "bfloat16"}, {"quantization": "fp8", "dtype": "bfloat16"}),
         ({"tensor_parallel_size": 2}, {"tensor_parallel": 2}),
         ({"pipeline_parallel_size": 2}, {"stages": (range(6), range(6, 12))}),
         (
@@ -55,6 +54,8 @@ def test_what_decides_about_a_plan_is_read_as_it_is_set(settings: dict[str, Any]
 def test_the_model_is_described_as_it_is_loaded(engine: Any) -> None:  # which makes the ranks known
     model = engine_model(config_of(max_model_len=3072))
     assert (model.name, model.config.model_type, model.longest) == (FOLDER, "llama", 3072)
+    assert model.quantization is None
+    assert engine_model(config_of(quantization="fp8", dtype="bfloat16")).quantization == "fp8"
 
 
 @pytest.mark.parametrize(
