@@ -92,7 +92,7 @@ class Held(RunRecord):
 
 
 class Searched(RunRecord):
-    """What MInference's search found at a length, whatever it is held to."""
+    """The patterns of MInference's search at a length; every target scales the same ones."""
 
     length: Length
     prefill: PrefillPlan

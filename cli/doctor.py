@@ -71,6 +71,10 @@ def doctor(flags: DoctorFlags) -> None:
     With --memory it prints the memory of a run.
     """
     machine = settings_of(flags)
+    given = [name for name in ("plan", "device_memory", "host_memory") if getattr(flags, name) is not None]
+    if flags.memory is None and given:
+        flag = f"--{given[0].replace('_', '-')}"
+        raise UsageError(f"expected --memory MODEL LENGTH beside {flag}, found none; name a model, or leave {flag} out")
     if flags.memory is None:
         _say_machine(machine, flags.as_json)
     else:

@@ -175,7 +175,7 @@ class AttentionOutput:
 
 @lru_cache
 def has_triton() -> bool:
-    """Returns whether kernels by Triton can be launched on a GPU; it is no dependency."""
+    """True where Triton, which is no dependency, can launch kernels on a GPU."""
     return find_spec("triton") is not None
 
 

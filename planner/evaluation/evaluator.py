@@ -102,7 +102,7 @@ class _Applied:
 
     @contextmanager
     def running(self) -> Iterator[Callable[[], Spent]]:
-        """Tells what was computed in this block."""
+        """Gives a function that counts the work of this block."""
         self.handle.resume()
         self.handle.reset_stats()
         try:

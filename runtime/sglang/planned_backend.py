@@ -100,7 +100,7 @@ class PlannedLayer:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What one layer is given in a step."""
+    """The arguments of attention of one layer in a step."""
 
     planned: PlannedLayer
     q_THD: torch.Tensor

@@ -58,6 +58,12 @@ def test_the_longest_prompt_fits_and_a_longer_one_does_not(sparsekv, folder):
     assert fits.data["device"]["needed"] <= fits.data["device"]["available"] == 3 << 29
 
 
+@pytest.mark.parametrize(("flag", "value"), [("plan", "x.yaml"), ("device-memory", "8GiB"), ("host-memory", "8GiB")])
+def test_what_memory_alone_reads_is_refused_without_it(sparsekv, flag, value):
+    done = sparsekv("doctor", f"--{flag}", value, "--device", "cpu")
+    assert (done.code, f"beside --{flag}, found none" in done.err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("prompt", "answer", "notes", "fits"),
     [
