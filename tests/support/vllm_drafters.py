@@ -36,7 +36,7 @@ def engine(folder: str, options: dict[str, Any], **settings: Any) -> Any:
     try:
         settings = {"enable_prefix_caching": False} | settings
         llm = make_engine(folder, additional_config={"sparsekv": options}, **settings)
-        _count_drafts(llm)
+        count_drafts(llm)
         return llm
     finally:
         if hidden is not None:
@@ -57,7 +57,7 @@ def accepted(llm: Any, count: str = "accepted_tokens") -> int:
     return llm.llm_engine.engine_core.engine_core.scheduler.drafts[f"num_{count}"]
 
 
-def _count_drafts(llm: Any) -> None:
+def count_drafts(llm: Any) -> None:
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     scheduler.drafts, given = Counter(), scheduler.make_spec_decoding_stats
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,3 +100,14 @@ def check_rows_that_choose(engines: dict[str, Any], prompts: dict[int, list[int]
     from_dense = {name: apart(found[name], found["dense"]) for name in ("eager", "captured")}
     assert min(from_dense.values()) > SPARSE_FROM_DENSE, from_dense
     assert apart(found["eager"], found["captured"]) < SPARSE_FROM_DENSE
+
+
+def chi_square(counts: Counter[Any], others: Counter[Any]) -> tuple[float, int]:
+    """Chi-square of two samples of one size, and its degrees of freedom; what is rare is taken together."""
+    pairs = [(counts[key], others[key]) for key in {*counts, *others} if counts[key] + others[key] >= 10]
+    rest = [
+        sum(sample.values()) - sum(column)
+        for sample, column in zip((counts, others), zip(*pairs, strict=True), strict=True)
+    ]
+    pairs += [(rest[0], rest[1])] if sum(rest) else []
+    return sum((x - y) ** 2 / (x + y) for x, y in pairs), len(pairs) - 1

@@ -1,10 +1,13 @@
 """The plan's decode in captured graphs of vLLM with a drafter and without one. Needs an NVIDIA GPU."""
 
+import math
+from collections import Counter
 from typing import Any
 
 import pytest
+from vllm_drafters import accepted, count_drafts
 from vllm_engine import DECODE_BOUND, NEW, gpu_engine, tokens_of
-from vllm_steps import SPARSE_FROM_DENSE, apart, likely_answers
+from vllm_steps import SPARSE_FROM_DENSE, apart, chi_square, likely_answers
 
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
@@ -41,6 +44,7 @@ def engines(
         "dense": engine(None, decode=False),
     }
     kept_engines.extend(found.values())
+    count_drafts(found["itself"])
     return found
 
 
@@ -61,3 +65,21 @@ def test_a_verified_row_chooses_as_a_step_of_its_own(
     stats = serving_stats(engines[name])
     assert stats.decode_sparse >= sum(length > DECODE_BOUND for length in lengths) * (NEW - 1)
     assert (stats.decode_left, stats.failures) == (0, 0)
+
+
+def test_sampled_answers_are_distributed_as_without_a_drafter(engines: dict[str, Any], prompts: Prompts) -> None:
+    """The chi-square of two samples of 2,000 answers, which those of dense decode fail."""
+    from vllm import SamplingParams
+
+    sampled = SamplingParams(temperature=1.5, max_tokens=4, ignore_eos=True)
+    asked = [{"prompt_token_ids": prompts[1100]}] * 2000
+    counts = {
+        name: Counter(tuple(tokens_of(output)[:3]) for output in engines[name].generate(asked, sampled, use_tqdm=False))
+        for name in ("itself", "alone", "dense")
+    }
+    assert accepted(engines["itself"], "draft_tokens") > accepted(engines["itself"]) > 100
+    (square, free), (far, freely) = (chi_square(counts[name], counts["alone"]) for name in ("itself", "dense"))
+    print(f"chi-square {square:.1f} of {free} degrees; of dense decode {far:.1f} of {freely}")
+    assert free >= 5
+    assert square < free + 4.5 * math.sqrt(2 * free)
+    assert far > freely + 20 * math.sqrt(2 * freely)

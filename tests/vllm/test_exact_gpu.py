@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from exact_engines import DRAFT, ask, at_random, counted, drafting_as, drafting_plan, exactly, scheduler_of, texts
 from vllm_engine import CAPTURED, make_engine, preemptions, tokens_of
+from vllm_steps import chi_square
 
 from sparsekv.bench.vllm_engines import asking_for_ours
 from sparsekv.plans.files import write_plan
@@ -213,11 +214,7 @@ def test_sampled_answers_are_distributed_as_dense_attentions(engines: dict[str, 
         answers = ask(engines[name], [prompt] * 5000, max_tokens=4, **sampling)
         counts.append(Counter(tuple(tokens_of(one)[1:3]) for one in answers))
     drafting_as(engines["captured"], at_random())
-    common = [key for key in {*counts[0], *counts[1]} if counts[0][key] + counts[1][key] >= 10]
-    pairs = [(counts[0][key], counts[1][key]) for key in common]
-    rest = [5000 - sum(column) for column in zip(*pairs, strict=True)]
-    pairs += [(rest[0], rest[1])] if sum(rest) else []
-    square, free = sum((x - y) ** 2 / (x + y) for x, y in pairs), len(pairs) - 1
+    square, free = chi_square(*counts)
     print(f"\n{sampling}: chi-square {square:.1f} of {free} degrees; most common {counts[0].most_common(3)}, "
           f"{counts[1].most_common(3)}")  # fmt: skip
     assert free >= 3
