@@ -1,7 +1,7 @@
 """Continuous batching of transformers, dense beside a plan: first tokens, and then a token, of requests of one length.
 
     python -m sparsekv.bench.continuous_batching llama3-8b --density 0.21
-        [--length 32k] [--requests 8] [--answer 64] [--repeats 5]
+        [--length 32k] [--requests 8] [--answer 64] [--repeats 5] [--attention flash_attention_4]
 
 Weights are random, the plan is made by hand, and answers mean nothing. Both ways run in one process and take turns,
 after one that is not counted; dense is transformers as it comes, which captures its steps where it has flash attention.
@@ -38,17 +38,17 @@ def main() -> None:
     args = _arguments()
     device = torch.device(args.device)
     made = random_model(args.model, device=device, dtype=args.dtype, longest=args.length + args.answer)
+    made.model.set_attn_implementation(args.attention)
     plan, words = hand_plan(made.info, [args.length], [args.density], TileShape(), ("vertical_slash",))
     plan = dense_up_to(plan, min(4096, args.length // 4))
     print(f"{made.name}, {made.note}; {words}")
     ways: dict[str, list[Times]] = {"dense": [], "plan": []}
     for repeat in range(args.repeats + 1):
         for way, times in ways.items():
-            timed = _timed(made, plan if way == "plan" else None, args)
-            if repeat:
-                times.append(timed)
+            times.append(_timed(made, plan if way == "plan" else None, args))
+            print(f"{repeat} {way}: {times[-1]}", flush=True)
     for way, times in ways.items():
-        first, token = (statistics.median(getattr(one, name) for one in times) for name in ("first", "token"))
+        first, token = (statistics.median(getattr(one, name) for one in times[1:]) for name in ("first", "token"))
         load = f"{args.requests} x {args.length:,}"
         print(f"{way}: first tokens of {load} in {first:.2f} s, then {token * 1e3:.2f} ms a token")
 
@@ -77,6 +77,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--answer", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--attention", default="sdpa", help="of dense, as transformers calls it: flash_attention_4")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
     return parser.parse_args()
