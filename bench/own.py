@@ -49,6 +49,7 @@ class OwnBench:
         at_once: requests of an engine at a time, and agents.
         context: tokens of an agent's first prompt; half of the longest planned length where that is less.
         turn_tokens: of the turns behind it, again and again, as long as the longest planned length has room.
+        quantization: of weights, as vLLM names it.
     """
 
     repeats: int = 5
@@ -61,6 +62,7 @@ class OwnBench:
     turn_answer: int = 200
     backend: str = "auto"
     seed: int = 0
+    quantization: str | None = None
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -191,6 +193,7 @@ def request_of(
         longest=max(lengths_of(plan)),
         step_tokens=(plan.quality.step if plan.quality else None) or _STEP,
         repeats=bench.repeats,
+        quantization=bench.quantization,
         prompts=tuple(filter(is_left, loads_of(kit, plan, bench))),
         turns=tuple(filter(is_left, turns_of(kit, plan, bench))),
     )

@@ -177,10 +177,10 @@ class OwnRun(RunSettings):
     plan: Digest
 
     @classmethod
-    def of(cls, plan: Plan) -> Self:
+    def of(cls, plan: Plan, quantization: str | None = None) -> Self:
         fingerprint = plan.model.fingerprint
         return cls(
-            model=plan.model.id.rstrip("/").rpartition("/")[2],
+            model=", ".join(filter(None, (plan.model.id.rstrip("/").rpartition("/")[2], quantization))),
             architecture=fingerprint.architecture,
             weights=fingerprint.weights,
             plan=executed_digest(plan),

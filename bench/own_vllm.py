@@ -70,6 +70,7 @@ class OwnRequest(BaseModel):
     longest: int
     step_tokens: int
     repeats: int
+    quantization: str | None = None
     prompts: tuple[OwnPrompts, ...] = ()
     turns: tuple[OwnTurns, ...] = ()
 
@@ -88,6 +89,7 @@ class OwnRequest(BaseModel):
             step_tokens=self.step_tokens,
             backend=self.backend,
             prefix_caching=True,
+            quantization=self.quantization,
         )
 
 

@@ -94,6 +94,7 @@ class ServeBench:
         drafted: tokens that a look-up (ngram) drafts at a time; 0 without. Beside random weights all are accepted.
         prefix_caching: whether prompts find the pages of equal beginnings.
         share: of the device, of each engine; None gives each half of it, or all.
+        quantization: of weights, as vLLM names it.
     """
 
     loads: tuple[Load, ...]
@@ -110,6 +111,7 @@ class ServeBench:
     drafted: int = 0
     prefix_caching: bool = False
     share: float | None = None
+    quantization: str | None = None
 
     @property
     def longest(self) -> int:
@@ -127,6 +129,7 @@ class ServeBench:
             "seed": self.seed,
             "tensor_parallel_size": self.ranks,
             "kv_cache_dtype": self.kv_dtype,
+            "quantization": self.quantization,
         }
         share = self.share or (ALONE if self.alone else BESIDE)
         on_device = {"gpu_memory_utilization": share} if self.device.type == "cuda" else {}
@@ -236,35 +239,33 @@ def bench_serve(
         words: what the plan is, for the rows.
     """
     preset_vllm()
-    from sparsekv.runtime.vllm import internals as vllm
-
-    host = {"decoded": None, "failures": 0, "host": f"vLLM {vllm.release}", "model": model.name}
-    host |= {"kv_dtype": bench.kv_dtype, "weights": "random" if model.random else "loaded", "plan": words}
+    facts = {"decoded": None, "failures": 0, "cache_bytes": bench.cache_bytes} | facts_of(model, bench, words)
     with (progress or Progress()).stage("serve", total=(2 if bench.alone else 1) * len(bench.loads)) as step:
         each = partial(_each, model=model, bench=bench)
         for load, found in by_engines(model, plan, bench, bench.loads, each, step):
-            own = {
-                "answer": load.answer,
-                "at_once": load.at_once,
-                "requests": load.requests,
-                "per_minute": load.per_minute,
-            }
-            own["cache_bytes"] = bench.cache_bytes
+            own = {name: getattr(load, name) for name in ("answer", "at_once", "requests", "per_minute")}
             row = Row(
                 name="serve",
                 length=load.prompt,
                 backend=bench.backend,
                 device=device_name(bench.device),
                 dtype=dtype_name(bench.dtype),
-                own=own | {"step_tokens": bench.step_tokens, "ranks": bench.ranks} | dict.fromkeys(_TIMES) | host,
+                own=own | dict.fromkeys(_TIMES) | facts,
                 note=model.note,
             )
             row = _filled(row, found)
-            told = {way: _told(runs) for way, runs in found.turns.items()}
-            (progress or Progress()).say(
-                f"{_words(load)}: {'; '.join(f'{way} {words}' for way, words in told.items()) or found.note}"
-            )
+            told = "; ".join(f"{way} {_told(runs)}" for way, runs in found.turns.items())
+            (progress or Progress()).say(f"{_words(load)}: {told or found.note}")
             yield row
+
+
+def facts_of(model: ServedModel, bench: ServeBench, words: str) -> dict[str, Any]:
+    """Host, model and plan, as every row names them."""
+    from sparsekv.runtime.vllm import internals as vllm
+
+    weights = ", ".join(filter(None, ("random" if model.random else "loaded", bench.quantization)))
+    facts = {"host": f"vLLM {vllm.release}", "model": model.name, "weights": weights, "plan": words}
+    return facts | {name: getattr(bench, name) for name in ("kv_dtype", "step_tokens", "ranks")}
 
 
 def by_engines(
@@ -386,8 +387,7 @@ def _backend(model: Any) -> str | None:
 
 
 def _filled(row: Row, found: Measured[Served]) -> Row:
-    names = {DENSE: ("dense_ms", "dense_token_ms", "dense_tokens_per_second")}
-    names[SPARSE] = ("sparse_ms", "token_ms", "tokens_per_second")
+    names = {DENSE: ("dense_ms", *_TIMES[1::2]), SPARSE: ("sparse_ms", *_TIMES[::2])}
     for way, runs in found.turns.items():
         row = row.plus(**dict(zip(names[way], _medians(runs), strict=True)))
     return found.filled(row)

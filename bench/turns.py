@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from scipy.stats import ttest_1samp
 
 from sparsekv.bench.harness import Columns, Row, number
-from sparsekv.bench.serve import DENSE, SPARSE, Load, Measured, ServeBench, ServedModel, by_engines, noting
+from sparsekv.bench.serve import DENSE, SPARSE, Load, Measured, ServeBench, ServedModel, by_engines, facts_of, noting
 from sparsekv.bench.vllm_engines import Engine, forget_prompts, greedy
 from sparsekv.planner.progress import Progress, StageStep
 from sparsekv.plans.errors import BackendError
@@ -311,12 +311,8 @@ def bench_turns(
         bench: settings of both engines; its loads are replaced by these.
     """
     preset_vllm()
-    from sparsekv.runtime.vllm import internals as vllm
-
     most = max(load.longest for load in loads)
     bench = replace(bench, loads=tuple(Load(most, 0, load.agents) for load in loads), prefix_caching=True)
-    host = {"host": f"vLLM {vllm.release}", "model": model.name, "plan": words, "ranks": bench.ranks}
-    host |= {"kv_dtype": bench.kv_dtype, "weights": "random" if model.random else "loaded"}
     with (progress or Progress()).stage("turns", total=(2 if bench.alone else 1) * len(loads)) as step:
         each = partial(_each, loads=loads, model=model, bench=bench)
         for load, found in by_engines(model, plan, bench, loads, each, step):
@@ -326,7 +322,7 @@ def bench_turns(
                 backend=bench.backend,
                 device=device_name(bench.device),
                 dtype=dtype_name(bench.dtype),
-                own={"new": load.new, "agents": load.agents, "step_tokens": bench.step_tokens, "failures": 0} | host,
+                own={"new": load.new, "agents": load.agents, "failures": 0} | facts_of(model, bench, words),
                 note=model.note,
             )
             yield _filled(row, found)

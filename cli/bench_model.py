@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 LENGTHS = (("--lengths", "--length"), "LIST")
 BenchLengths = Annotated[Lengths, Flag("Tokens, such as 8k,32k; by default as fits the device.", *LENGTHS)]
-
+Quantization = Annotated[str | None, Flag("Quantise weights, by vLLM's name: fp8_per_channel.", metavar="NAME")]
 
 _BY_HAND = ("density", "budget", "keep")  # options of plans made by hand
 
@@ -282,6 +282,7 @@ class ServeFlags(Benched, HandPrefill, HandDecode, Timed, Output):
         Path | None,
         Flag("Replay captured sessions of agents: traces with hash_ids (kv-cache-tester, AIPerf).", metavar="FILE"),
     ] = None
+    quantization: Quantization = None
     turn_tokens: Annotated[Lengths, Key("New tokens of a turn, each a row; 2k by default.", "LIST")] = (2048,)
     think: Annotated[
         float, Field(ge=0), Key("Most seconds of an agent between turns of a trace; 1 by default.", "S")
@@ -348,7 +349,7 @@ def serve(flags: ServeFlags) -> None:
     drawn = (flags.repeats, flags.step_tokens, machine.backend, flags.seed)
     alone = flags.alone or flags.tensor_parallel > 1  # ranks are processes, and so is each of two engines then
     engines = (flags.cache_memory, flags.tensor_parallel, flags.kv_dtype, flags.drafted or 0)
-    bench = ServeBench(loads, hardware, precision, *drawn, alone, *engines)
+    bench = ServeBench(loads, hardware, precision, *drawn, alone, *engines, quantization=flags.quantization)
     words = "given"
     with served_model(flags.model, flags.random_weights, bench.longest) as subject:
         if used is None:

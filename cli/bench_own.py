@@ -7,6 +7,7 @@ from shutil import which
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sparsekv.cli.arguments import Subject, settings_of
+from sparsekv.cli.bench_model import Quantization
 from sparsekv.cli.output import emit, tell
 from sparsekv.cli.plan_files import check_replaceable, default_plan, only_writer
 from sparsekv.planner.flags import Flag, Key, Options
@@ -41,6 +42,7 @@ class OwnFlags(Options):
             "FILE",
         ),
     ] = Path("own.json")
+    quantization: Quantization = None
     half: Annotated[
         Literal["both", "transformers", "vllm"],
         Key("Measure in both hosts, or in one of them.", "both|transformers|vllm"),
@@ -65,7 +67,7 @@ def own(flags: OwnFlags) -> None:
         from sparsekv.bench.own_file import OwnPlan, OwnRun
         from sparsekv.planner.records import RunFile
 
-        file: OwnFile = RunFile.of(OwnRun.of(plan), flags.out)
+        file: OwnFile = RunFile.of(OwnRun.of(plan, flags.quantization), flags.out)
         file.add(OwnPlan.of(plan))
         try:
             _measure(flags, subject, plan, file)
@@ -79,8 +81,8 @@ def own(flags: OwnFlags) -> None:
 def _check_python(flags: OwnFlags) -> None:
     python = flags.vllm_python
     if python is None:
-        if flags.half == "vllm":
-            raise UsageError("expected --vllm-python beside half=vllm, found none; name the Python that has vLLM")
+        if asked := flags.quantization or (flags.half == "vllm" and "half=vllm"):
+            raise UsageError(f"expected --vllm-python beside {asked}, found none; name the Python that has vLLM")
         if flags.half == "both":
             tell("the half in vLLM is left out: it needs --vllm-python")
     elif which(python) is None:
@@ -131,10 +133,11 @@ def _measure(flags: OwnFlags, subject: Subject, plan: Plan, file: OwnFile) -> No
     from sparsekv.runtime.model_config import dtype_name, torch_device
 
     settings, progress = settings_of(flags), BarProgress()
-    bench, device = OwnBench(backend=settings.backend), torch_device(settings.device)
+    device = torch_device(settings.device)
+    bench = OwnBench(backend=settings.backend, quantization=flags.quantization)
     subject = subject.checked(flags)
     assert subject.source is not None
-    if flags.half != "vllm":
+    if flags.half != "vllm" and flags.quantization is None:
         in_transformers(subject.load(flags), plan, bench, file, progress)
     if flags.vllm_python is not None and flags.half != "transformers":
         dtype = dtype_name(torch_dtype(settings.dtype, load_config(subject.source), device))

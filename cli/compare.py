@@ -155,8 +155,7 @@ def _methods(flags: CompareFlags, ours: Plan | None, has_profile: bool) -> tuple
             names.append(one)
     if taken := sorted({DENSE, *registry()} & plans.keys()):
         raise UsageError(f"expected a name of its own for each plan, found {taken[0]}, which is a method's; rename it")
-    is_default = not flags.methods
-    chosen = chosen_methods(flags.phase, names, has_profile) if names or is_default else ()
+    chosen = chosen_methods(flags.phase, names, has_profile) if names or not flags.methods else ()
     if flags.at == "time":
         check_timed(flags.phase, chosen)
     return chosen, plans
@@ -171,18 +170,16 @@ def _entrants(
 
     if profile is not None:
         check_profile(profile, loaded.info, weights=False)
-    suite = SUITES[flags.suite]
+    suite, same = SUITES[flags.suite], {name: getattr(flags, name) for name in ("phase", "seed", "chunk")}
     return Entrants(
         loaded=loaded,
-        phase=flags.phase,
         names=names,
         plans=plans,
         profile=profile,
+        **same,
         shares=() if flags.at == "time" else flags.at,
         at_time=flags.at == "time",
         tasks=tuple(suite[name] for name in flags.tasks or suite),
-        seed=flags.seed,
-        chunk=flags.chunk,
         backend=settings_of(flags).backend,
         tell=tell,
     )

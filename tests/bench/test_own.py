@@ -222,7 +222,7 @@ ELSEWHERE = """
     request = json.load(open(sys.argv[3]))
     assert request["device"] == "cpu" and request["plan"].endswith(".yaml")
     asked = [[len(p["prompts"]), *map(len, p["prompts"])] for p in request["prompts"]]
-    json.dump(asked, open(sys.argv[0] + ".asked", "w"))
+    json.dump(asked + [request["quantization"]], open(sys.argv[0] + ".asked", "w"))
     with open(sys.argv[4], "a") as out:
         for load in request["prompts"][:1]:
             for name in ("first token", "token", "tokens/s"):
@@ -270,8 +270,30 @@ def test_halves_join_in_the_file_and_nothing_is_measured_twice(
     assert failed.failed.endswith("a library is missing")
     assert json.loads((tmp_path / "worker.py.asked").read_text())[0][0] == 1
     asked(command, OwnFlags, **call, vllm_python=elsewhere, half="vllm")
-    assert [count for count, *_ in json.loads((tmp_path / "worker.py.asked").read_text())] == [2]
+    (count, *_), none = json.loads((tmp_path / "worker.py.asked").read_text())
+    assert (count, none) == (2, None)
     assert out.with_suffix(".md").read_text() == page(OwnFile.read(OwnRun, out), "own.svg")
+
+
+def test_quantised_weights_are_measured_in_vllm_alone_into_a_file_of_their_own(
+    asked, folder, plan, tmp_path, elsewhere, monkeypatch, short_filler
+):
+    monkeypatch.setattr(own, "OwnBench", lambda **options: replace(QUICK, **options))
+    monkeypatch.setattr(own, "in_transformers", lambda *_: pytest.fail("no weights are quantised there"))
+    out = tmp_path / "own.json"
+    call = {"model": str(folder), "plan": tmp_path / "plan.yaml", "out": out, "vllm_python": elsewhere}
+    assert asked(command, OwnFlags, **call, quantization="fp8_per_channel").code == 0
+    assert json.loads((tmp_path / "worker.py.asked").read_text())[-1] == "fp8_per_channel"
+    assert OwnFile.read(OwnRun, out).settings.model.endswith(", fp8_per_channel")
+    assert "those of another" in asked(command, OwnFlags, **call).err
+    refused = asked(command, OwnFlags, model="m", quantization="fp8_per_channel", out=tmp_path / "other.json")
+    assert (refused.code, "--vllm-python beside fp8_per_channel" in refused.err) == (2, True), refused.err
+
+
+def test_engines_of_a_request_quantise_their_weights():
+    asked = {"model": "m", "plan": "p", "device": "cpu", "dtype": "float32", "backend": "auto", "longest": 8}
+    request = own.OwnRequest(**asked, step_tokens=8, repeats=1, quantization="fp8_per_channel")
+    assert request.bench.quantization == "fp8_per_channel"
 
 
 def test_a_token_of_a_plan_that_evicts_alone_has_no_share_here(plan):

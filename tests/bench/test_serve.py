@@ -1,5 +1,6 @@
 """bench serve, as far as it needs no vLLM: engines, and when requests come."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,12 @@ def test_engines_have_room_for_the_longest_request_and_for_all_that_come_at_once
     assert bench.engine["max_num_seqs"] == 8
     assert "gpu_memory_utilization" not in bench.engine
     assert "kv_cache_memory_bytes" not in bench.engine
+
+
+def test_both_engines_quantise_their_weights_by_the_name_that_is_given() -> None:
+    bench = ServeBench((Load(8, 1),), torch.device("cpu"), torch.float32)
+    assert bench.engine["quantization"] is None
+    assert replace(bench, quantization="fp8_per_channel").engine["quantization"] == "fp8_per_channel"
 
 
 class OneAStep:

@@ -17,7 +17,7 @@ OTHERS = {
     *("--local-dir", "--additional-config", "--attention-backend", "--kv-cache-dtype", "--kv-transfer-config"),
     *("--pipeline-parallel-size", "--speculative-config"),
     *("--max-num-batched-tokens", "--block-size", "--enable-dbo", "--disable-hybrid-kv-cache-manager"),
-    *("--language-model-only", "--limit-mm-per-prompt", "--enable-mm-embeds", "--quantization"),
+    *("--language-model-only", "--limit-mm-per-prompt", "--enable-mm-embeds"),
     *("--calculate-kv-scales", "--kv-sharing-fast-prefill", "--enable-eplb", "--enable-lora"),
     *("--data-parallel-size", "--scheduler-cls", "--worker-cls", "--spec-method", "--spec-model", "--spec-tokens"),
     *("--hf-overrides", "--max-model-len"),

@@ -70,7 +70,7 @@ def test_a_row_has_the_times_of_each_engine_and_the_density_of_the_sparse_one(
     engine: Any, plain: Any, reference: LoadedModel, plan: Plan, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = Load(prompt=6 * 128 - 8, answer=2, at_once=2, requests=2)  # 120 rows behind five cached pages are sparse
-    bench = ServeBench((load,), torch.device("cpu"), torch.float32, repeats=2, alone=alone)
+    bench = ServeBench((load,), torch.device("cpu"), torch.float32, repeats=2, alone=alone, quantization="fp8")
     model = ServedModel("", reference.info, reference.model.config.vocab_size, "tiny-retriever", random=False)
     slow = SimpleNamespace(llm_engine=Delayed(plain.llm_engine))
 
@@ -80,7 +80,7 @@ def test_a_row_has_the_times_of_each_engine_and_the_density_of_the_sparse_one(
 
     monkeypatch.setattr(serving, "served_engine", started)
     (row,) = (row.data() for row in bench_serve(model, plan, "given", bench))
-    assert (row["note"], row["failures"], row["backend"]) == ("", 0, "cpu")
+    assert (row["note"], row["failures"], row["backend"], row["weights"]) == ("", 0, "cpu", "loaded, fp8")
     assert min(row["dense_ms"], row["dense_token_ms"]) >= 1e3 * DELAY
     assert row["dense_tokens_per_second"] <= 2 * load.answer / (2 * DELAY)
     assert min(row["sparse_ms"], row["token_ms"], row["tokens_per_second"]) > 0
