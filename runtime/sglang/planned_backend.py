@@ -153,7 +153,8 @@ class Planned:
             self._store(layer, forward_batch, k, v)
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         out_THD = torch.empty_like(q_THD)
-        given = _Layer(planned, q_THD, (k, v), self.pages(layer), step.table)
+        new = (k, v) if save_kv_cache else (None, None)  # the model has stored them, and maybe turned them there alone
+        given = _Layer(planned, q_THD, new, self.pages(layer), step.table)
         done = self._sparse(given, sparse, out_THD)
         if decode is not None:
             first = len(step.starts) - 1 - len(decode.requests)
@@ -232,14 +233,13 @@ class Planned:
         if host.decode is None:
             host.counters.decode_dense += sum(length > 1 for length in own)
             return None
-        least = host.pays.decode_at(len(own), captured)
+        least = host.pays.of_decode(captured).least(own)
         host.decode.count([range(length, length + 1) for length in own], host.counters, least)
-        if least is None or not (captured or host.decode.chooses(own, least)):
+        if not (captured or host.decode.chooses(own, least)):
             return None
         table_BP = self.plan_device.table(self, forward_batch, max(lengths))[first:]
-        lengths_B = forward_batch.seq_lens[first:].int()
-        if captured:  # what its graph reads
-            lengths_B = self.forward_metadata.cache_seqlens_int32
+        # A graph reads the lengths where it was captured.
+        lengths_B = self.forward_metadata.cache_seqlens_int32 if captured else forward_batch.seq_lens[first:].int()
         whole = bool(first) or not self.plan_device.zero_lengths
         return host.decode.begin(lengths_B, (), table_BP, None, least, None, len(own), whole)
 

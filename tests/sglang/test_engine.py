@@ -168,10 +168,13 @@ def test_pages_of_several_tokens_are_found_by_slots(planned: Any, monkeypatch: p
         assert x_NGSD.data_ptr() == x_TGD.data_ptr()
 
 
-def test_a_step_that_is_captured_computes_anew_what_follows_from_its_lengths(engine: Engine, planned: Any) -> None:
+def test_a_step_that_is_captured_computes_anew_what_follows_from_its_lengths(
+    engine: Engine, planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SGLang runs it before, with the same metadata: what that left behind would be constants of the graph."""
     from sglang_paged import PagedBackend
 
+    from sparsekv.runtime.core.pays import NEVER
     from sparsekv.runtime.sglang.planned_backend import OnCuda, with_methods
 
     given = {name: getattr(planned, name) for name in ("plan_host", "plan_layers", "plan_page", "plan_mixes")}
@@ -208,4 +211,12 @@ def test_a_step_that_is_captured_computes_anew_what_follows_from_its_lengths(eng
     again = run(graph, captured)
     eager.init_forward_metadata(batch([700, 1000]))
     for replayed, expected in zip(again, run(eager, batch([700, 1000])), strict=True):
+        assert torch.allclose(replayed, expected, atol=1e-5)
+    step, dense = graph.plan_step, PagedBackend(engine.runner)
+    monkeypatch.setattr(planned.plan_host, "pays", NEVER)  # at these lengths
+    graph.init_forward_metadata_out_graph(captured)
+    graph.plan_step, graph.forward_metadata = step, static  # of the graph, which computes all rows dense now
+    graph.init_forward_metadata_in_graph(captured)
+    dense.init_forward_metadata(captured)
+    for replayed, expected in zip(run(graph, captured), run(dense, captured), strict=True):
         assert torch.allclose(replayed, expected, atol=1e-5)
