@@ -235,6 +235,7 @@ ARCHITECTURES = {
 # Multimodal checkpoints by model type, with what their inputs may hold beside text. Their decoders are planned and run.
 MODALITIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "cohere2_vision": ("image",),
         "gemma3": ("image",),
         "gemma4": ("image", "video", "audio"),
         "mistral3": ("image",),

@@ -92,6 +92,7 @@ FAMILIES = {  # the name that people know, and what neither the record nor the t
     "vaultgemma": ("VaultGemma", "soft cap of scores"),
 }
 MULTIMODAL = {  # the name that people know, and the decoders inside
+    "cohere2_vision": ("Command A Vision, Command A+", ("cohere2", "cohere2_moe")),
     "gemma3": ("Gemma 3", ("gemma3_text",)),
     "gemma4": ("Gemma 4", ("gemma4_text",)),
     "mistral3": ("Mistral Small 3.1 and 3.2, Ministral 3", ("mistral", "ministral3")),
@@ -233,13 +234,15 @@ def _multimodal_row(kind: str) -> tuple[str, ...]:
     import tiny_multimodal as matrix
 
     name, decoders = MULTIMODAL[kind]
-    served = {*_keys("tests/vllm/test_multimodal_serving.py", "NO_PICTURES"), "qwen3_5"}
+    in_vllm = dict.fromkeys(
+        [*_keys("tests/vllm/test_multimodal_serving.py", "NO_PICTURES"), "qwen3_5"], "tested on a CPU"
+    )
     return (
         name,
         f"`{kind}`",
         ", ".join(f"`{decoder}`" for decoder in decoders),
         "tested" if kind in matrix.KINDS else "expected",
-        "tested on a CPU" if kind in served else "expected",
+        in_vllm.get(kind, "not run" if kind == "cohere2_vision" else "expected"),
     )
 
 

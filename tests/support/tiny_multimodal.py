@@ -15,11 +15,14 @@ _TOWER |= {"image_size": 28, "patch_size": 14, "head_dim": 16}
 _GEMMA4 = _TOWER | {"num_key_value_heads": 2, "position_embedding_size": 64}
 _SHARED = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1, "use_bidirectional_attention": "vision"}
 _AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+_IMAGE = {"image_token_id": 120}
 _IDS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
 
 KINDS: dict[
     str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
 ] = {  # of a multimodal model: the model type of the decoder inside, what is special to it, and the tower
+    # transformers scales logits in the decoder's own class alone: answers are the same, probabilities are not
+    "cohere2_vision": ("cohere2_moe", {"logit_scale": 1.0}, _TOWER | {"model_type": "siglip_vision_model"}, _IMAGE),
     "gemma3": ("gemma3_text", {}, _TOWER, {"image_token_id": 120, "mm_tokens_per_image": 4}),
     "gemma4": (
         "gemma4_text",
