@@ -21,8 +21,9 @@ import torch
 
 from sparsekv.bench import ruler_suite
 from sparsekv.bench.ruler_suite import SUITES, RulerTask, recall
+from sparsekv.bench.text_runs import followed
 from sparsekv.planner.evaluation.batches import prompts_at_once
-from sparsekv.planner.evaluation.predictions import DENSE, PlanMode, goes_on, prefill, until_end, without_plans
+from sparsekv.planner.evaluation.predictions import DENSE, PlanMode, prefill, until_end, without_plans
 from sparsekv.planner.evaluation.results import Interval, Spent, score_interval
 from sparsekv.planner.progress import Progress, StageStep, prefill_work
 from sparsekv.planner.records import RunFile, RunRecord, RunSettings, check_same, difference, versions
@@ -31,7 +32,6 @@ from sparsekv.planner.tasks.text import TaskError
 from sparsekv.plans.errors import PlanError, PromptError
 from sparsekv.plans.files import executed_digest
 from sparsekv.plans.types import Digest, Length, Natural, Portion, Positive, Text, format_length
-from sparsekv.runtime.hf.describe import cache_inputs
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import device_name, dtype_name
@@ -307,14 +307,7 @@ def generated(loaded: LoadedModel, ids_BS: torch.Tensor, tokens: int, chunk: int
     model: Any = loaded.model
     prompts = prefill(model, ids_BS.to(model.device), chunk)
     check_numbers(model, "logits", prompts.logits_BKV)
-    picked_BG = prompts.logits_BKV[:, -1:].argmax(-1)
-    goes_on_BG = goes_on(model, picked_BG)
-    while picked_BG.shape[1] < tokens and bool(goes_on_BG.any()):
-        last_B1 = picked_BG[:, -1:]
-        logits_B1V = model(input_ids=last_B1, use_cache=True, **cache_inputs(model, prompts.cache, last_B1)).logits
-        picked_BG = torch.cat([picked_BG, logits_B1V[:, -1:].argmax(-1)], 1)
-        goes_on_BG = goes_on_BG & goes_on(model, picked_BG[:, -1:])
-    return texts_of(loaded, picked_BG)
+    return texts_of(loaded, followed(model, prompts, tokens, 1).picked_BG)
 
 
 def texts_of(loaded: LoadedModel, picked_BG: torch.Tensor) -> list[str]:

@@ -148,7 +148,7 @@ class DecodeRuns:
                 judge = Forced(self.bench.acceptance, self.bench.seed)
                 handle.loop.judge_of = lambda config: judge
             milliseconds = self.token_ms(cache, batch, handle.reset_stats)
-            return self.result(handle, cache, milliseconds)
+            return self.result(handle, milliseconds)
 
     def token_ms(self, cache: Cache, batch: int, begin: Callable[[], None]) -> float:
         """Milliseconds of one more token; `begin` is called before those that are timed."""
@@ -163,21 +163,13 @@ class DecodeRuns:
         generate(ids_BS, **options)
         return (clock.latest() - clock.began) / self.bench.new_tokens * 1e3
 
-    def result(self, handle: Handle, cache: Cache, milliseconds: float) -> Run:
-        """Returns what there is to say of the tokens that were generated."""
-        check = handle.steps.captured(Phase.CHECK, CHECKED) if handle.steps else None
-        check_ms = once(check.run, self.model.device) if check else None
-        return Run(milliseconds, self.replay_ms(handle), check_ms, handle.stats(), self.why_not(handle))
-
-    def replay_ms(self, handle: Handle) -> float | None:
-        """Returns the milliseconds of the captured step alone."""
-        latest = handle.steps.latest if handle.steps else None
-        return once(latest.run, self.model.device) if latest else None
-
-    def why_not(self, handle: Handle) -> str:
-        if handle.steps is None:
-            return "no captured steps on this device and backend" if self.model.device.type == "cuda" else ""
-        return handle.steps.why_not
+    def result(self, handle: Handle, milliseconds: float) -> Run:
+        """The run, with the captured step and check timed alone."""
+        steps, device = handle.steps, self.model.device
+        captured = (steps.captured(Phase.CHECK, CHECKED), steps.latest) if steps else (None, None)
+        check_ms, replay_ms = (once(one.run, device) if one else None for one in captured)
+        without = "no captured steps on this device and backend" if device.type == "cuda" else ""
+        return Run(milliseconds, replay_ms, check_ms, handle.stats(), steps.why_not if steps else without)
 
     def filled(self, handle: Handle | None, length: int, batch: int) -> Cache:
         """A cache with so many tokens that `length` are reached at the end: keys and values are random, recurrent

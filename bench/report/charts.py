@@ -31,7 +31,7 @@ def pattern_map(data: str, layers: int, heads: int, families: Sequence[str]) -> 
     """Layers x heads, coloured by pattern family."""
     order = [name for name in FAMILIES if name in families]
     scale = alt.Scale(domain=order, range=[FAMILIES[name] for name in order])
-    colour = alt.Color("pattern:N", scale=scale, legend=alt.Legend(title="pattern", orient="bottom", columns=4))
+    colour = _below("pattern:N", scale, title="pattern", columns=4)
     return _head_map(data, layers, heads, colour, "Pattern of each head")
 
 
@@ -59,11 +59,7 @@ def _head_map(data: str, layers: int, heads: int, colour: alt.Color, title: str)
             y=alt.Y("layer:O", title="layer", axis=_axis(layers), scale=_all(layers)),
             color=colour,
             tooltip=[
-                alt.Tooltip("layer:O"),
-                alt.Tooltip("head:O"),
-                alt.Tooltip("pattern:N"),
-                alt.Tooltip("parameters:N"),
-                alt.Tooltip("density:Q", format=".4"),
+                *_tooltips("layer:O", "head:O", "pattern:N", "parameters:N", ("density:Q", ".4")),
                 alt.Tooltip("damage:Q", title="damage (nats)", format=".4"),
             ],
         )
@@ -79,7 +75,7 @@ def similarity_matrix(cells: str, marks: Sequence[Mark], layers: int) -> dict[st
     }
     scale = alt.Scale(scheme=_SCHEME, domainMax=1)
     colour = _gradient("mass:Q", "share of layer j's attention mass that is kept", scale)
-    tooltip = [alt.Tooltip("layer:O"), alt.Tooltip("filter:O"), alt.Tooltip("mass:Q", title="mass kept", format=".4")]
+    tooltip = [*_tooltips("layer:O", "filter:O"), alt.Tooltip("mass:Q", title="mass kept", format=".4")]
     matrix = alt.Chart(alt.NamedData(name=cells)).mark_rect().encode(**axes, color=colour, tooltip=tooltip)
     roles = alt.Stroke(
         "role:N",
@@ -123,27 +119,19 @@ def time_chart(data: str, title: str, lengths: Sequence[int], range_ms: tuple[fl
         alt.Chart(alt.NamedData(name=data), title=title)
         .mark_line(point=alt.OverlayMarkDef(size=40))
         .encode(
-            x=alt.X(
-                "length:Q", title="context (tokens, log)", scale=alt.Scale(type="log", base=2), axis=_lengths(lengths)
-            ),
+            x=_lengths(lengths, "context (tokens, log)"),
             y=alt.Y(
                 "ms:Q",
                 title="attention of all layers (ms, log)",
                 scale=alt.Scale(type="log", nice=False, domain=[range_ms[0] / 1.5, range_ms[1] * 1.5]),
                 axis=alt.Axis(tickCount=4),
             ),
-            color=alt.Color(
-                "mode:N",
-                scale=alt.Scale(domain=modes, range=[GREY, ACCENT]),
-                legend=alt.Legend(title=None, orient="bottom"),
-            ),
+            color=_below("mode:N", alt.Scale(domain=modes, range=[GREY, ACCENT]), title=None),
             strokeWidth=alt.when("datum.mode == 'dense'").then(alt.value(6)).otherwise(alt.value(2)),
             tooltip=[
-                alt.Tooltip("length:Q", format=","),
-                alt.Tooltip("mode:N"),
-                alt.Tooltip("ms:Q", format=",.4"),
+                *_tooltips(("length:Q", ","), "mode:N", ("ms:Q", ",.4")),
                 alt.Tooltip("density:Q", title="computed", format=".3"),
-                alt.Tooltip("speedup:Q", format=".3"),
+                *_tooltips(("speedup:Q", ".3")),
             ],
         )
     )
@@ -156,29 +144,18 @@ def quality_chart(data: str, lengths: Sequence[int], phases: Sequence[str]) -> d
         "kl:Q", title="divergence from dense (nats, log)", scale=alt.Scale(type="log"), axis=alt.Axis(tickCount=4)
     )
     base = alt.Chart(alt.NamedData(name=data)).encode(
-        x=alt.X("length:Q", title="context (tokens, log)", scale=alt.Scale(type="log", base=2), axis=_lengths(lengths)),
-        color=alt.Color(
-            "phase:N", scale=alt.Scale(domain=list(phases)), legend=alt.Legend(title=None, orient="bottom")
-        ),
-        tooltip=[
-            alt.Tooltip("phase:N"),
-            alt.Tooltip("length:Q", format=","),
-            *(alt.Tooltip(f"{name}:Q", format=".3") for name in ("kl", "low", "high")),
-        ],
+        x=_lengths(lengths, "context (tokens, log)"),
+        color=_below("phase:N", alt.Scale(domain=list(phases)), title=None),
+        tooltip=_tooltips("phase:N", ("length:Q", ","), ("kl:Q", ".3"), ("low:Q", ".3"), ("high:Q", ".3")),
     )
-    lines, bounds = (
-        base.mark_line(point=True).encode(y=y),
-        base.mark_rule(strokeWidth=2).encode(y=alt.Y("low:Q"), y2="high:Q"),
-    )
-    title = "Divergence, with 95% intervals"
-    return styled(alt.LayerChart(layer=[lines, bounds], width=300, height=220, title=title))
+    bounds = base.mark_rule(strokeWidth=2).encode(y=alt.Y("low:Q"), y2="high:Q")
+    layers: list[Any] = [base.mark_line(point=True).encode(y=y), bounds]
+    return styled(alt.LayerChart(layer=layers, width=300, height=220, title="Divergence, with 95% intervals"))
 
 
 def curve_chart(data: str, spent: str) -> dict[str, Any]:
     """Divergence of every method over the share that it spends, a line each."""
-    few = alt.Axis(tickCount=5)
-    log = alt.Scale(type="log", nice=False)
-    legend = alt.Legend(orient="bottom", columns=2)
+    few, log = alt.Axis(tickCount=5), alt.Scale(type="log", nice=False)
     chart = (
         alt.Chart(alt.NamedData(name=data))
         .mark_line(point=True)
@@ -186,9 +163,9 @@ def curve_chart(data: str, spent: str) -> dict[str, Any]:
             x=alt.X("share:Q", title=f"share of the {spent} (log)", scale=log, axis=few),
             y=alt.Y("kl:Q", title="divergence from dense (nats, log)", scale=alt.Scale(type="log"), axis=few),
             order="share:Q",
-            color=alt.Color("method:N", legend=legend),
+            color=_below("method:N", alt.Undefined, columns=2),
             strokeDash=alt.StrokeDash("length:O", legend=alt.Legend(title="tokens", orient="bottom")),
-            tooltip=[alt.Tooltip("method:N"), alt.Tooltip("share:Q", format=".4"), alt.Tooltip("kl:Q", format=".4")],
+            tooltip=_tooltips("method:N", ("share:Q", ".4"), ("kl:Q", ".4")),
         )
     )
     return styled(chart.properties(width=300, height=220))
@@ -200,25 +177,26 @@ def suite_chart(data: str, methods: Sequence[str], lengths: Sequence[int]) -> di
         alt.Chart(alt.NamedData(name=data), title="Mean over all tasks")
         .mark_line(point=True)
         .encode(
-            x=alt.X("length:Q", title="tokens (log)", scale=alt.Scale(type="log", base=2), axis=_lengths(lengths)),
+            x=_lengths(lengths, "tokens (log)"),
             y=alt.Y("recall:Q", title="recall (percent)", scale=alt.Scale(domain=[0, 100])),
-            color=alt.Color(
-                "method:N", scale=alt.Scale(domain=list(methods)), legend=alt.Legend(orient="bottom", columns=2)
-            ),
-            tooltip=[
-                alt.Tooltip("method:N"),
-                alt.Tooltip("length:Q", format=","),
-                alt.Tooltip("recall:Q", format=".1f"),
-                alt.Tooltip("exact:Q", format=".1f"),
-            ],
+            color=_below("method:N", alt.Scale(domain=list(methods)), columns=2),
+            tooltip=_tooltips("method:N", ("length:Q", ","), ("recall:Q", ".1f"), ("exact:Q", ".1f")),
         )
     )
     return styled(chart.properties(width=300, height=220))
 
 
 def _gradient(field: str, title: str, scale: alt.Scale, **ticks: Any) -> alt.Color:
-    legend = alt.Legend(title=title, orient="bottom", gradientLength=200, titleLimit=_SIDE, **ticks)
-    return alt.Color(field, scale=scale, legend=legend)
+    return _below(field, scale, title=title, gradientLength=200, titleLimit=_SIDE, **ticks)
+
+
+def _below(field: str, scale: alt.Scale | alt.UndefinedType, **legend: Any) -> alt.Color:
+    return alt.Color(field, scale=scale, legend=alt.Legend(orient="bottom", **legend))
+
+
+def _tooltips(*fields: str | tuple[str, str]) -> list[alt.Tooltip]:
+    """Of fields, or fields and their formats."""
+    return [alt.Tooltip(one) if isinstance(one, str) else alt.Tooltip(one[0], format=one[1]) for one in fields]
 
 
 def _all(count: int) -> alt.Scale:
@@ -232,9 +210,10 @@ def _axis(count: int) -> alt.Axis:
     return alt.Axis(values=list(range(0, count, every)), labelAngle=0, grid=False, ticks=False)
 
 
-def _lengths(lengths: Sequence[int]) -> alt.Axis:
+def _lengths(lengths: Sequence[int], title: str) -> alt.X:
     text = "datum.value % 1024 ? datum.value : datum.value / 1024 + 'k'"
-    return alt.Axis(values=list(lengths), labelExpr=text, labelOverlap=True)
+    axis = alt.Axis(values=list(lengths), labelExpr=text, labelOverlap=True)
+    return alt.X("length:Q", title=title, scale=alt.Scale(type="log", base=2), axis=axis)
 
 
 def _side(cells: int, widest: int = _CELL[1]) -> int:

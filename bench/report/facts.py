@@ -399,12 +399,6 @@ def quality_tables(quality: Quality) -> Iterator[tuple[str, list[list[str]]]]:
         yield "Divergence from dense, nats", [list(LENGTH_ROWS), *map(list, length_score_rows(quality))]
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return " to ".join(map(_cell, value))
-    return "" if value is None else text_of(value)
-
-
 def columnar(kind: type[Any], rows: Sequence[Any]) -> dict[str, Any]:
     """Rows of a dataclass as JSON data that names each field once: `{"fields": [...], "rows": [[...], ...]}`."""
     return {"fields": [field.name for field in fields(kind)], "rows": [_plain(astuple(row)) for row in rows]}
