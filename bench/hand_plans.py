@@ -61,10 +61,13 @@ def hand_plan(
         for length, share in paired
         for patterns in [[diffuse_pattern(family, length, share, tile) for family in families]]
     )
-    shares = ", ".join(f"{share:g}" for _, share in paired)
-    in_turn = f"{' and '.join(families)}{' in turn' if len(families) > 1 else ''}"
-    words = f"made by hand: {in_turn}, sized for a density of {shares}, {tile.key} tiles"
+    words = f"{_sized(families, [share for _, share in paired])}, {tile.key} tiles"
     return Plan(status="unverified", model=info, prefill=PrefillPlan(tile=tile, lengths=buckets)), words
+
+
+def _sized(families: Sequence[str], shares: Sequence[float]) -> str:
+    in_turn = f"{' and '.join(families)}{' in turn' if len(families) > 1 else ''}"
+    return f"made by hand: {in_turn}, sized for a density of {', '.join(f'{share:g}' for share in shares)}"
 
 
 def _groups(info: ModelInfo, patterns: Sequence[Pattern]) -> tuple[HeadGroup, ...]:
@@ -97,10 +100,8 @@ def dummy_plan(
     sized = partial(_asked, tile=tile, families=families)
     asked = tuple(map(sized, lengths, each)) if len(each) == len(lengths) else each
     plan, _ = hand_plan(info, lengths, asked, tile, families)
-    shares = ", ".join(f"{share:g}" for _, share in sorted(zip(lengths, each, strict=True)))
-    in_turn = f"{' and '.join(families)}{' in turn' if len(families) > 1 else ''}"
-    words = f"made by hand: {in_turn}, sized for a density of {shares} with equal scores"
-    return plan, f"{words}, {tile.key} tiles"
+    shares = [share for _, share in sorted(zip(lengths, each, strict=True))]
+    return plan, f"{_sized(families, shares)} with equal scores, {tile.key} tiles"
 
 
 def _asked(length: int, share: float, tile: TileShape, families: Sequence[str]) -> float:

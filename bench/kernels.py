@@ -19,11 +19,11 @@ from sparsekv.bench.harness import Call, Columns, DensePeers, Row, free_memory, 
 from sparsekv.bench.planted import Planted, check_plantable, check_rows, plant, sample_rows
 from sparsekv.bench.structure import FAMILIES
 from sparsekv.kernels.backends import BACKENDS, USE_AUTO, choose_backend, prefill_attention
-from sparsekv.kernels.index.build import BuilderName, build_index, builds_by_triton
+from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import AttentionOutput, TileIndex, computed_tiles, density
 from sparsekv.planner.progress import Progress, StageStep, prefill_work
 from sparsekv.plans.errors import BackendError, UsageError
-from sparsekv.plans.patterns import MOST_SAMPLED, PATTERNS, TileShape, mandatory_density
+from sparsekv.plans.patterns import TileShape, mandatory_density
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.model_config import device_name, dtype_name
 
@@ -63,7 +63,6 @@ class KernelBench:
         densities: that structure is planted at; what comes of it is in the rows.
         backends: those to time; empty for all that there are.
         patterns: of each case, see `families_of`.
-        last_q: queries that vertical-slash heads sample; None: as the planner's own patterns.
     """
 
     lengths: tuple[int, ...]
@@ -74,8 +73,6 @@ class KernelBench:
     kv_heads: int = 8
     head_dim: int = 128
     tile: TileShape = field(default_factory=TileShape)
-    builder: BuilderName = "auto"
-    last_q: int | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -88,13 +85,8 @@ class KernelBench:
         unknown = [name for name in self.backends if name not in _BACKENDS]
         if unknown:
             raise UsageError(f"expected backends of {', '.join(_BACKENDS)}, found {unknown[0]!r}")
-        families = {family for mix in self.patterns for family in families_of(mix, self.heads)}
-        if self.last_q is not None and not 1 <= self.last_q <= MOST_SAMPLED:
-            raise UsageError(f"expected last_q of 1 to {MOST_SAMPLED} sampled queries, found {self.last_q}")
-        if self.last_q is not None and not any("last_q" in PATTERNS[family].model_fields for family in families):
-            raise UsageError(f"expected last_q with heads that sample queries, found {', '.join(self.patterns)}")
-        if self.builder == "triton" and not builds_by_triton(self.device):
-            raise UsageError(f"expected builder torch or auto on {self.device}, found triton, which needs a CUDA GPU")
+        for mix in self.patterns:
+            families_of(mix, self.heads)  # refused before anything is planted
         if self.rounds < 1:
             raise UsageError(f"expected one round or more, found {self.rounds}")
         for length in self.lengths:
@@ -197,7 +189,6 @@ class _Layer:
             device=bench.device,
             dtype=bench.dtype,
             seed=bench.seed,
-            last_q=bench.last_q,
         )
         if peers is None or peers.length != row.length:
             peers = time_dense(*planted.tensors, bench.rounds)
@@ -206,7 +197,9 @@ class _Layer:
         )
 
     def index(self) -> TileIndex:
-        return planted_index(self.planted, self.bench.builder)
+        """By the shipped builders."""
+        tensors = (self.planted.q_BHSD, self.planted.k_BGSD, self.planted.chunk, self.planted.tile)
+        return build_index(self.planted.patterns, *tensors, scale=self.planted.scale)
 
     def attend(self, index: TileIndex, backend: str) -> AttentionOutput:
         planted = self.planted
@@ -241,12 +234,6 @@ class _Layer:
             mass=checked.mass,
             error=checked.error,
         )
-
-
-def planted_index(planted: Planted, builder: BuilderName = "auto") -> TileIndex:
-    """By the shipped builders."""
-    tensors = (planted.q_BHSD, planted.k_BGSD, planted.chunk, planted.tile)
-    return build_index(planted.patterns, *tensors, scale=planted.scale, builder=builder)
 
 
 def _why_denser(asked: Row, computed: float, bench: KernelBench) -> str:

@@ -70,7 +70,6 @@ def plant(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
-    last_q: int | None = None,
     block_rows: int = 1 << 14,
 ) -> Planted:
     """Attention of one layer of `length` tokens, its heads sparse at about `density`.
@@ -81,7 +80,6 @@ def plant(
         density: computed tiles over causal tiles that patterns with these budgets come to; short prompts, where the
             tiles that every pattern computes are more, come to more.
         tile: hot tiles are whole tiles of this shape.
-        last_q: queries that vertical-slash patterns sample; None: as the planner's own.
     """
     check_plantable(len(families), kv_heads, head_dim, length, density, tile)
     group = len(families) // kv_heads
@@ -109,7 +107,7 @@ def plant(
         Chunk.uniform(1, 0, length),
         tile,
         tuple(truth for drawn in groups for truth in drawn.heads),
-        tuple(pattern_for(own, length, density, tile, last_q) for own in sizes),
+        tuple(pattern_for(own, length, density, tile) for own in sizes),
     )
 
 

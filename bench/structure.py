@@ -98,17 +98,15 @@ def sizes_for(family: str, length: int, density: float, tile: TileShape, narrowe
             return HeadSizes(family, clusters=max(2, math.ceil(tile.key_tiles(length) / hot)))
 
 
-def pattern_for(sizes: HeadSizes, length: int, density: float, tile: TileShape, last_q: int | None = None) -> Pattern:
+def pattern_for(sizes: HeadSizes, length: int, density: float, tile: TileShape) -> Pattern:
     """The pattern with budgets for what was planted."""
     if sizes.family != "vertical_slash":
         return diffuse_pattern(sizes.family, length, density, tile)
     sampled = last_q_for(length)
     return VerticalSlash(
         vertical=tokens(sizes.columns + SINK),
-        slash=tokens(
-            sizes.diagonals + SINK + sampled
-        ),  # each sampled query sees the sinks on a far diagonal of its own
-        last_q=last_q or sampled,
+        slash=tokens(sizes.diagonals + SINK + sampled),  # each sampled query sees the sinks on a diagonal of its own
+        last_q=sampled,
         max_tiles=tokens(math.ceil(_ROOM * sizes.row_tiles(length, tile)) * tile.key),
     )
 

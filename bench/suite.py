@@ -103,16 +103,14 @@ class SuiteRun(ModelRun):
             raise ValueError
 
 
-def check_continued(
-    file: RunFile[Any], settings: Mapping[str, Any], plans: Mapping[str, str], cells: type[SuiteCell] = SuiteCell
-) -> None:
+def check_continued(file: RunFile[Any], settings: Mapping[str, Any], plans: Mapping[str, str]) -> None:
     """Refuses results that a run cannot go on from.
 
     Args:
         settings: of the run, all or those that are known before a model is loaded.
         plans: digests of its plans by the names of methods.
     """
-    there = {cell.method: cell.plan for cell in file.all(cells).values()}
+    there = {cell.method: cell.plan for cell in file.all(SuiteCell).values()}
     others = (difference(f"plan of {name}", there[name], plans[name]) for name in plans if name in there)
     check_same(file, chain(file.settings.differences(settings), *others))
 
