@@ -14,6 +14,7 @@ from pydantic import Field
 from sparsekv.cli.arguments import Output, Subject, check_machine, device_and_dtype, settings_of
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.planner.flags import (
+    LENGTHS,
     Count,
     Counts,
     Flag,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from sparsekv.bench.serve import Load
     from sparsekv.bench.turns import SessionLoad
 
-LENGTHS = (("--lengths", "--length"), "LIST")
 BenchLengths = Annotated[Lengths, Flag("Tokens, such as 8k,32k; by default as fits the device.", *LENGTHS)]
 Quantization = Annotated[str | None, Flag("Quantise weights, by vLLM's name: fp8_per_channel.", metavar="NAME")]
 
@@ -62,10 +62,6 @@ class Benched(Options):
     ] = None
     random_weights: Annotated[bool, Flag("Random weights of the model's shape, made on the device.")] = False
 
-    @property
-    def is_by_hand(self) -> bool:
-        return any(map(self.is_given, _BY_HAND))
-
 
 class HandPrefill(Options):
     density: Annotated[Shares, Key("Without a plan, of one made by hand: one, or one a length.", "SHARES")] = ()
@@ -82,7 +78,7 @@ class HandDecode(Options):
 def named_subject(flags: Benched, lengths: Sequence[int]) -> Subject:
     """The model and its plan, unless one is made by hand; random weights take any length, of a model that need not be
     there."""
-    named = Subject(flags.model) if flags.is_by_hand else Subject.named(flags.model, flags.plan)
+    named = Subject(flags.model) if any(map(flags.is_given, _BY_HAND)) else Subject.named(flags.model, flags.plan)
     if not flags.random_weights:
         return named.checked(flags, tuple(lengths))
     check_machine(flags)
@@ -121,13 +117,6 @@ class BenchRun:
 
 
 def print_rows(*parts: BenchRun, as_json: bool) -> None:
-    show_rows(*parts, as_json=as_json)
-    if any(all(row.sparse_ms is None for row in part.rows) for part in parts):
-        tell("nothing could be measured; the notes say why")
-        raise typer.Exit(1)
-
-
-def show_rows(*parts: BenchRun, as_json: bool) -> None:
     from sparsekv.bench.harness import report
 
     if as_json:
@@ -136,6 +125,9 @@ def show_rows(*parts: BenchRun, as_json: bool) -> None:
         emit_json([row.data() for part in parts for row in part.rows])
     else:
         emit("\n".join(report(part.rows, part.title, part.columns) for part in parts))
+    if any(all(row.sparse_ms is None for row in part.rows) for part in parts):
+        tell("nothing could be measured; the notes say why")
+        raise typer.Exit(1)
 
 
 # --- prefill ----------------------------------------------------------------------------------------------------------

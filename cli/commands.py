@@ -73,19 +73,12 @@ def command(run: Callable[[Any], None]) -> Callable[..., None]:
     spelled, keys = {one.name: one for one in model.spelled()}, model.set_keys()
 
     def called(context: typer.Context, **values: Any) -> None:
-        given = model.set_by(values.pop("set_keys", None) or ())
-        typed = {
-            name: value
-            for name, value in values.items()
-            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-        }
-        # What is on by default has a flag that switches it off.
-        run(
-            model(
-                **{name: not value if spelled[name].field.default is True else value for name, value in typed.items()},
-                **given,
-            )
-        )
+        given: dict[str, Any] = dict(model.set_by(values.pop("set_keys", None) or ()))
+        for name, value in values.items():
+            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
+                # What is on by default has a flag that switches it off.
+                given[name] = not value if spelled[name].field.default is True else value
+        run(model(**given))
 
     called.__doc__, called.__name__, called.__annotations__ = run.__doc__, run.__name__, {}
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)

@@ -12,7 +12,7 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import Subject, plan_file, settings_of
 from sparsekv.cli.output import emit, tell
 from sparsekv.cli.plan_files import check_writable, only_writer
-from sparsekv.planner.flags import MOST, Count, Flag, Key, Lengths, Names, Options, shares, text
+from sparsekv.planner.flags import LENGTHS, MOST, Count, Flag, Key, Lengths, Names, Options, shares, text
 from sparsekv.planner.options import Hardware, check_lengths
 from sparsekv.plans.errors import UsageError, install_command
 from sparsekv.plans.files import load_plan
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from sparsekv.bench.entrants import Entrants
     from sparsekv.planner.profile.profile_data import Profile
     from sparsekv.runtime.hf.load import LoadedModel
-
-
-def _held_to(text: str) -> Literal["time"] | tuple[float, ...]:
-    return "time" if text == "time" else shares(text)
 
 
 class CompareFlags(Options):
@@ -50,7 +46,7 @@ class CompareFlags(Options):
     ] = "prefill"
     at: Annotated[
         Literal["time"] | tuple[Share, ...],
-        text(_held_to),
+        text(lambda given: given if given == "time" else shares(given)),
         Flag(
             "Shares of tiles, of tokens read or of bytes at which all methods run; or `time`, the plan's time for a "
             "prompt or step. By default the share of the plan.",
@@ -58,9 +54,7 @@ class CompareFlags(Options):
         ),
     ] = ()
     suite: Annotated[Literal["ruler", "long"], Key("ruler, or long as of `sparsekv eval`.", "NAME")] = "ruler"
-    lengths: Annotated[
-        Lengths, Flag("Most tokens of a prompt and its answer; 4k by default.", ("--lengths", "--length"), "LIST")
-    ] = (4096,)
+    lengths: Annotated[Lengths, Flag("Most tokens of a prompt and its answer; 4k by default.", *LENGTHS)] = (4096,)
     samples: Annotated[int, Field(ge=1, le=MOST), Flag("Samples a task.", metavar="N")] = 20
     out: Annotated[Path, Flag("A file of results; what is in it is not measured again.", ("--out", "-o"), "FILE")] = (
         Path("compare.jsonl")

@@ -88,12 +88,14 @@ def _say_run(flags: DoctorFlags, machine: Settings, model: str, length: int) -> 
     plan = subject.plan
     tell_if_idle(flags, plan.decode if plan else None)
     from sparsekv.bench.public_shapes import config_of
+    from sparsekv.runtime.hf.dequantise import stays_packed
     from sparsekv.runtime.hf.memory import Request
 
     config, notes = config_of(model, subject.source)
     memory, here = memory_of(config, model, plan, machine, flags, device_bytes=flags.device_memory)
     available = here if flags.host_memory is None else replace(here, host=flags.host_memory)
-    notes += [*([] if plan else ["no plan: all layers are dense"]), *notes_on(config)]
+    notes += [] if plan else ["no plan: all layers are dense"]
+    notes += ["its weights are quantised; they are counted as if they were not"] if stays_packed(config) else []
     request = Request(length, flags.max_new_tokens, flags.batch, flags.chunk)
     say_memory(model, memory, available, request, notes, as_json=flags.as_json)
 
@@ -220,12 +222,6 @@ def memory_of(
         float8=flags.kv_dtype == "fp8",
     )
     return memory, available if is_here else replace(available, device=device_bytes)
-
-
-def notes_on(config: PreTrainedConfig) -> list[str]:
-    from sparsekv.runtime.hf.dequantise import stays_packed
-
-    return ["its weights are quantised; they are counted as if they were not"] if stays_packed(config) else []
 
 
 def say_memory(

@@ -193,22 +193,14 @@ def section(plan: Plan, source: ModelSource) -> Iterator[str]:
 
 
 app = commands.group()
-commands.add(
-    app,
-    import_settings,
-    "sparsekv import best_pattern.json --model ./my-model",
-    "sparsekv import layers.json --model llama3-8b --from filter-layers -o plan.yaml",
-    name="import",
-)
-commands.add(
-    app,
-    export,
-    "sparsekv export plan.yaml --to minference -o best_pattern.json",
-    "sparsekv export plan.yaml --to index-topk",
-)
-commands.add(
-    app,
-    publish,
-    "sparsekv publish plan.yaml ./my-model --dry-run",
-    "sparsekv publish plan.yaml your-name/your-model --create-pr",
-)
+for run, *arguments in (
+    (
+        import_settings,
+        "best_pattern.json --model ./my-model",
+        "layers.json --model llama3-8b --from filter-layers -o plan.yaml",
+    ),
+    (export, "plan.yaml --to minference -o best_pattern.json", "plan.yaml --to index-topk"),
+    (publish, "plan.yaml ./my-model --dry-run", "plan.yaml your-name/your-model --create-pr"),
+):
+    name = run.__name__.removesuffix("_settings")
+    commands.add(app, run, *(f"sparsekv {name} {one}" for one in arguments), name=name)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -163,21 +163,14 @@ def _compare(session: Session, text: str, as_json: bool) -> None:
 
     dense, sparse = session.dense_and_sparse(text, BarProgress())
     if as_json:
-        emit_json(_comparison(dense, sparse))
+        faster = dense.generation.prefill_seconds / sparse.generation.prefill_seconds
+        differ = {"first_diverging_token": _first_difference(dense, sparse), "prefill_speedup": round(faster, 3)}
+        emit_json({**sparse.as_data(), "dense": dense.as_data(), **differ})
     else:
         emit(_comparison_text(dense, sparse))
     was_dense = "nothing was sparse" if sparse.is_dense and not sparse.drafted else ""
     for remark in filter(None, (session.why_dense(sparse) or was_dense, session.beyond_reach(sparse))):
         _remark(remark)
-
-
-def _comparison(dense: Answer, sparse: Answer) -> dict[str, Any]:
-    """The JSON of a comparison: the keys of the sparse answer, the dense answer, and how they differ."""
-    return sparse.as_data() | {
-        "dense": dense.as_data(),
-        "first_diverging_token": _first_difference(dense, sparse),
-        "prefill_speedup": round(dense.generation.prefill_seconds / sparse.generation.prefill_seconds, 3),
-    }
 
 
 def _first_difference(dense: Answer, sparse: Answer) -> int | None:

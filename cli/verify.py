@@ -10,7 +10,7 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, emit_verdict, print_parts, tell
 from sparsekv.cli.plan_files import answered_prompts, check_replaceable, check_writable, outcomes_beside, own_prompts
-from sparsekv.planner.flags import Flag, Lengths, Unread
+from sparsekv.planner.flags import LENGTHS, Flag, Lengths, Unread
 from sparsekv.planner.options import (
     GivenPrompt,
     Hardware,
@@ -42,11 +42,7 @@ class VerifyFlags(Subjects, TaskSamples, Hardware, Output):
     )
     lengths: Annotated[
         Lengths,
-        Flag(
-            "Such as 4k,16k; by default the plan's own, or where it names none some that fit the device.",
-            ("--lengths", "--length"),
-            "LIST",
-        ),
+        Flag("Such as 4k,16k; by default the plan's own, or where it names none some that fit the device.", *LENGTHS),
     ] = ()
     verify: Annotated[
         Literal["small", "full"],

@@ -63,7 +63,8 @@ def measure_trials(job: Job, profile: Profile, progress: Progress | None = None)
         UsageError, PromptError: there are no calibration prompts of a length.
     """
     loaded, options = job.subject, job.options
-    if not tries_decode(loaded.info, options) or any(entry.trials or not entry.reuse for entry in profile.lengths):
+    searches = "decode" in options.phases and not options.filter_layers and len(loaded.info.full_layers) > 1
+    if not searches or any(entry.trials or not entry.reuse for entry in profile.lengths):
         return profile
     entries: list[LengthProfile] = []
     passed: list[Segments] = []
@@ -80,11 +81,6 @@ def measure_trials(job: Job, profile: Profile, progress: Progress | None = None)
             entries.append(entry.model_copy(update={"trials": tuple(search.trials)}))
             step.advance(1, f"{entry.length} tokens")
     return profile.model_copy(update={"lengths": tuple(reversed(entries))})
-
-
-def tries_decode(model: ModelInfo, options: Settled) -> bool:
-    """Returns whether there is anything to search, of options that are settled."""
-    return "decode" in options.phases and not options.filter_layers and len(model.full_layers) > 1
 
 
 def upper_bound(values: Sequence[float]) -> float:

@@ -258,7 +258,9 @@ class EvictionTrials(DecodeTrials):
                 if (layer, share) not in rows:
                     rows[layer, share] = self.cached(prefix, layer, rule_of((layer,), share, options.score))
             kept = {layer: rows[layer, share] for layer, share in layout.items()}
-            damages.append(float(divergence(prefix.dense_1RV, self.log_probabilities(prefix, kept))))
+            steps = _EvictingSteps((), prefix.past, prefix.rows_1R.shape[1], cached_gS=kept)
+            sparse_1RV = self.run(steps, prefix.cache, prefix.states, prefix.rows_1R)
+            damages.append(float(divergence(prefix.dense_1RV, sparse_1RV)))
         return damages
 
     def observed(self, prompt: CalibrationPrompt, options: Settled) -> Prefix:
@@ -268,11 +270,6 @@ class EvictionTrials(DecodeTrials):
         prefix = self.prefilled(prompt, _STEPS.get(self._loaded.model.device.type, _FEW_STEPS), options)
         self._until = 0
         return prefix
-
-    def log_probabilities(self, prefix: Prefix, cached_gS: dict[int, torch.Tensor]) -> torch.Tensor:
-        """[1, R, V]: after each row of the text, where layers cache these tokens of the prompt."""
-        steps = _EvictingSteps((), prefix.past, prefix.rows_1R.shape[1], cached_gS=cached_gS)
-        return self.run(steps, prefix.cache, prefix.states, prefix.rows_1R)
 
     def cached(self, prefix: Prefix, layer: int, rule: Eviction) -> torch.Tensor:
         """bool [g, S]: the tokens that a rule caches of the prompt that was observed last."""

@@ -22,6 +22,7 @@ from sparsekv.plans.errors import UsageError, did_you_mean
 from sparsekv.plans.patterns import Budget, TileShape, fraction, tokens
 from sparsekv.plans.types import LEAST_CHUNK, MAX_LENGTH, parse_ids, parse_length
 
+LENGTHS = (("--lengths", "--length"), "LIST")  # names of a flag, and its values
 MOST = 1 << 20  # of whatever is counted: more is a slip of the hand
 
 

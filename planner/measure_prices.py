@@ -164,9 +164,6 @@ class Bench:
         views = self._views(k_BGSD, v_BGSD)
         self._decode(q_BHSD[:, :, -1:], views, length)
 
-    def _dense_steps(self, q_BHQD: torch.Tensor, views: Sequence[KeyView]) -> list[Launch]:
-        return [partial(decode_attention, q_BHQD, view, scale=self._scale, backend=self.backend) for view in views]
-
     def _prefill(self, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         length, heads = k_BGSD.shape[2], self.shape.heads
         chunk, scale, backend = Chunk.uniform(1, 0, length), self._scale, self.backend
@@ -204,7 +201,8 @@ class Bench:
 
     def _decode(self, q_BH1D: torch.Tensor, views: Sequence[KeyView], length: int) -> None:
         keys, add, step = views[0], self.times.add, partial(step_us, device=self.device)
-        add("step dense", length, step(self._dense_steps(q_BH1D, views)))
+        attend = partial(decode_attention, q_BH1D, scale=self._scale, backend=self.backend)
+        add("step dense", length, step([partial(attend, view) for view in views]))
         segment = _segment(length // 10, self.shape.heads)
         chooses = [self._filter_step(segment, q_BH1D, view)[0] for view in views]
         add("step chooses", length, step(chooses))
@@ -216,7 +214,6 @@ class Bench:
             run()
             selection = state.chosen(segment)
             assert selection is not None, "fewer tokens than there are"
-            attend = partial(decode_attention, q_BH1D, scale=self._scale, backend=self.backend)
             add("step sparse", length, step([partial(attend, view, selection) for view in views]), share)
 
     def _filter_step(self, segment: SegmentProgram, q_BH1D: torch.Tensor, keys: KeyView) -> tuple[Launch, DecodeState]:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict, get_args
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from sparsekv.planner.flags import (
+    LENGTHS,
     MOST,
     Chunk,
     Flag,
@@ -182,8 +183,7 @@ class Targets(Options):
         Lengths,
         Flag(
             "Context lengths, one bucket each, such as 4k,16k,32k; by default 4k,8k on a CPU, and up to 128k on a GPU.",
-            ("--lengths", "--length"),
-            "LIST",
+            *LENGTHS,
         ),
     ] = ()
     loss: Annotated[

@@ -273,12 +273,9 @@ class PlanResult:
     @property
     def predicted_speedup(self) -> float | None:
         """Predicted ratio of dense to sparse attention time, of prefill if planned, at the longest profiled length."""
-        for phase in ("prefill", "decode"):
-            estimates = [getattr(entry, phase) for entry in self._lengths if getattr(entry, phase)]
-            if estimates:
-                gain: float = estimates[-1].gain
-                return gain
-        return None
+        estimates = [entry.decode for entry in self._lengths] + [entry.prefill for entry in self._lengths]
+        gains = [estimate.gain for estimate in estimates if estimate]
+        return gains[-1] if gains else None
 
     @property
     def filter_layers(self) -> tuple[int, ...]:

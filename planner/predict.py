@@ -128,7 +128,9 @@ def layer_times(cost: Prices, tables: ScoreTables, choice: Choice) -> tuple[Floa
     shares = tables.take(tables.tiles_LCH, choice, 1.0), tables.take(tables.columns_LCH, choice, 0.0)
     sparse_L = np.where(choice == ABSENT, 0.0, cost.heads_us(*shares, tokens)).sum(1)
     for row, choice_H in enumerate(choice):
-        for family, heads in heads_by_pattern(tables, row, choice_H).items():
+        sparse = [(int(choice_H[head]), head) for head in np.flatnonzero(choice_H >= 0).tolist()]
+        chosen = (tables.entry.candidates[tables.candidate_LCH[row, slot, head]].family for slot, head in sparse)
+        for family, heads in Counter(chosen).items():
             launch_us, head_us = cost.index_us(family, tokens)
             sparse_L[row] += launch_us + heads * head_us
     return dense_L, np.where((choice >= 0).any(1), sparse_L, dense_L)
@@ -170,11 +172,6 @@ def prefill_estimate(cost: Prices, tables: ScoreTables, choice: Choice, profile:
         sparse_us=float(sparse_L[timed_L].sum()) + same_us,
         density=(tables.density(choice) * dense + same) / (dense + same),
     )
-
-
-def heads_by_pattern(tables: ScoreTables, row: int, choice_H: Choice) -> dict[Family, int]:
-    heads = np.flatnonzero(choice_H >= 0).tolist()
-    return dict(Counter(tables.entry.candidates[tables.candidate_LCH[row, choice_H[h], h]].family for h in heads))
 
 
 def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
@@ -232,18 +229,13 @@ def step_us(segments: Sequence[Segment], cost: Prices, length: int, model: Model
     sparse = frozenset(layer for segment in segments for layer in segment.layers)
     total, step = dense_step_us(cost, length, model, sparse), cost.step
     for segment in segments:
-        sparse_us = step.dense.at(length)
-        if segment.chosen_tokens(length) is not None:  # else all of the context is attended to, and nothing is chosen
-            sparse_us = step.sparse_us(attended_tokens(segment, length), length)
-            total += step.chooses_alone.at(length) if segment.filter_is_sparse else step.choice_us(length)
+        sparse_us, chosen = step.dense.at(length), segment.chosen_tokens(length)
+        if chosen is not None:  # else all of the context is attended to, and nothing is chosen
+            sparse_us = step.sparse.at(length, (segment.sink + chosen + segment.recent) / length)
+            beside = max(0.0, step.chooses.at(length) - step.dense.at(length))  # choosing, beside attention to all
+            total += step.chooses_alone.at(length) if segment.filter_is_sparse else beside
         total += len(segment.layers) * sparse_us
     return total
-
-
-def attended_tokens(segment: Segment, length: int) -> int:
-    """Sinks, chosen and recent tokens that a layer of a segment attends to among `length` cached ones."""
-    chosen = segment.chosen_tokens(length)
-    return length if chosen is None else segment.sink + chosen + segment.recent
 
 
 def decode_share(segments: Sequence[Segment], length: int, model: ModelInfo) -> float:

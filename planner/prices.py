@@ -102,13 +102,6 @@ class StepPrices(Part):
     chooses: Table
     chooses_alone: Table
 
-    def sparse_us(self, attended: float, length: int) -> float:
-        return self.sparse.at(length, attended / length)
-
-    def choice_us(self, length: int) -> float:
-        """Choosing tokens, beside attention to all of them."""
-        return max(0.0, self.chooses.at(length) - self.dense.at(length))
-
 
 class Prices(Part):
     """Prices of one device and head shape, of whole prompts. They rank candidates and predict.

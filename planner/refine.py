@@ -68,7 +68,8 @@ LayerPatterns = Mapping[int, tuple[Pattern, ...]]
 def refine(job: Job, profile: Profile, progress: Progress | None = None) -> Profile:
     """The profile with corrected layer weights; unchanged where nothing is to be corrected."""
     options = job.options
-    if not refines(options):
+    by_loss = not options.target_density and options.preset is None
+    if "prefill" not in options.phases or not (by_loss or (options.target_density and options.refine_rounds)):
         return profile
     loaded, prompts = job.subject, job.prompts
     entries = [entry for entry in profile.lengths if entry.layers]
@@ -81,12 +82,6 @@ def refine(job: Job, profile: Profile, progress: Progress | None = None) -> Prof
             found[entry.length] = _Refinement(options, entry.length, runs).refined(entry)
             step.advance(prefill_work(entry.length), f"{entry.length} tokens")
     return profile.model_copy(update={"lengths": tuple(found.get(one.length, one) for one in profile.lengths)})
-
-
-def refines(options: Settled) -> bool:
-    """True where settled options leave something to refine."""
-    by_loss = not options.target_density and options.preset is None
-    return "prefill" in options.phases and (by_loss or bool(options.target_density and options.refine_rounds))
 
 
 @dataclass(frozen=True, slots=True)

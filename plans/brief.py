@@ -117,12 +117,9 @@ def brief(plan: Plan) -> Iterator[str]:
     if plan.evicting:
         yield f"KV cache eviction, lossy: {cached_share(plan)}"
         yield from eviction_losses(plan)
-    if plan.cost and any(share.gain is not None for length in plan.planned_lengths for share in _shares(plan, length)):
+    shares = (share(plan, length) for length in plan.planned_lengths for share in (prefill_share, decode_share))
+    if plan.cost and any(share.gain is not None for share in shares):
         yield f"gains are predicted, of attention alone on {plan.cost.device}"
-
-
-def _shares(plan: Plan, length: int) -> tuple[PhaseShare, PhaseShare]:
-    return prefill_share(plan, length), decode_share(plan, length)
 
 
 def sentence(plan: Plan) -> str:

@@ -92,13 +92,9 @@ class PromptError(SparseKVError):
 class GateError(SparseKVError):
     """A plan does not keep, or was not shown to keep, what was asked of it: accuracy, finite numbers, a speedup."""
 
-    exit_code = 1
-
 
 class ConflictError(SparseKVError):
     """A file that something else writes to, or wrote to meanwhile; it is left as it is."""
-
-    exit_code = 1
 
 
 class PlanWarning(UserWarning):

@@ -469,10 +469,6 @@ class Eviction(Part):
         return self.kept_tokens(prompt) + (self.generated or 0)
 
 
-def _ascending(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted({*lengths}))
-
-
 def _letters(pattern: str) -> str:
     if pattern.strip("FS") or not pattern.startswith("F"):
         raise ValueError(f"expected a letter a layer, F or S and first an F, found {pattern!r:.40}")
@@ -485,7 +481,7 @@ class IndexSharing(Part):
     """
 
     pattern: Annotated[Text, AfterValidator(_letters)]
-    lengths: Annotated[tuple[Length, ...], AfterValidator(_ascending)] = ()
+    lengths: Annotated[tuple[Length, ...], AfterValidator(lambda lengths: tuple(sorted({*lengths})))] = ()
 
     @property
     def choosing(self) -> tuple[int, ...]:

@@ -198,16 +198,8 @@ def _cell_text(cell: CellScore | None) -> str:
     return f"{cell.answered} -> {cell.right} of {cell.prompts}"
 
 
-LENGTH_ROWS = (
-    "length",
-    "prefill computed",
-    "decode read",
-    "divergence",
-    "rounding",
-    "shown below",
-    "worst tenth",
-    "agreed",
-)
+_ROWS = "length, prefill computed, decode read, divergence, rounding, shown below, worst tenth, agreed"
+LENGTH_ROWS = tuple(_ROWS.split(", "))
 
 
 def length_score_rows(quality: Quality) -> Iterator[tuple[str, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -12,10 +11,10 @@ import numpy as np
 from sparsekv.planner.evaluation.batches import MOST_TEXT, EvalSamples
 from sparsekv.planner.fixed_test import RUNGS, SIZES
 from sparsekv.planner.options import GivenPrompt, Settled, digest_of_prompts
-from sparsekv.planner.profile.calibration import OWN_ANSWER, Seen, whole_prompt
+from sparsekv.planner.profile.calibration import OWN_ANSWER, Seen, tell_copies, whole_prompt
 from sparsekv.planner.tasks import Kit, PieceEncoder, Sample
 from sparsekv.planner.tasks.text import Ids
-from sparsekv.plans.errors import PlanWarning, PromptError
+from sparsekv.plans.errors import PromptError
 from sparsekv.plans.types import format_length
 
 NEAR_END = 0.7  # of a length: with fixed budgets a bucket is sparsest at its end
@@ -38,7 +37,7 @@ class GivenSamples(EvalSamples):
             by_length[min(longer, default=max(samples.lengths))].append(replace(given[at], task="prompts"))
         different = {length: _different(near, length) for length, near in by_length.items()}
         for length, near in by_length.items():
-            _tell_copies(different[length], near, length, _NOT_COUNTED)
+            tell_copies(different[length], near, length, _NOT_COUNTED)
         return cls.at(samples, different)
 
     @classmethod
@@ -93,7 +92,7 @@ class HeldOut:
             different[length] = _different(found[length], length, known)
         _check_enough(found, different, len(aside), least := SIZES[options.verify].own)
         for length, some in found.items():
-            _tell_copies(different[length], some, length, _NOT_COUNTED, "held-out prompts")
+            tell_copies(different[length], some, length, _NOT_COUNTED, "held-out prompts")
         return cls(digest_of_prompts(aside), different, least)
 
     @property
@@ -127,14 +126,6 @@ def _check_enough(
             f"{each}: cut there, the others are copies, of each other or of prompts that are calibrated on; give "
             "one prompt of each text and more texts, longer --lengths, or --no-verify"
         )
-
-
-def _tell_copies(
-    different: Sequence[Sample], samples: Sequence[Sample], length: int, others: str, what: str = "prompts"
-) -> None:
-    if len(different) < len(samples):
-        counts = f"{len(different)} of {len(samples)} {what} are different texts at {format_length(length)}: {others}"
-        warnings.warn(counts, PlanWarning, stacklevel=4)
 
 
 def _different(samples: Iterable[Sample], length: int, others: Iterable[Ids] = ()) -> list[Sample]:

@@ -47,10 +47,6 @@ class PlanMode:
         """Prompts run dense, so that the logits of their last row are no result of the mode."""
         return self.phase == "decode"
 
-    @property
-    def stored(self) -> KVDtype:
-        return self.kv_dtype or self.plan.kv_dtype
-
     def check(self, length: int, spent: Spent) -> None:
         """Refuses a sample of which everything was computed although budgets leave some out: it tells nothing of what
         that loses."""
@@ -81,7 +77,7 @@ class PlanMode:
             decode=self.phase != "prefill",
             backend=self.backend,
             memory=memory,
-            kv_dtype=self.stored,
+            kv_dtype=self.kv_dtype or self.plan.kv_dtype,
             sparse="always",
         )
 

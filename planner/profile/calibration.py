@@ -195,14 +195,17 @@ def _own(tokenizer: Any, texts: Sequence[str], length: int) -> tuple[Calibration
         )
     seen = Seen(length)
     different = [ids for ids in long_enough if seen.is_new(ids)]
-    if len(different) < len(long_enough):
-        warnings.warn(
-            f"{len(different)} of {len(long_enough)} calibration prompts are different texts at "
-            f"{format_length(length)}: the others are copies of those, and are not used",
-            PlanWarning,
-            stacklevel=3,
-        )
+    others = "the others are copies of those, and are not used"
+    tell_copies(different, long_enough, length, others, "calibration prompts")
     return tuple(CalibrationPrompt(ids, len(ids) - OWN_ANSWER) for ids in different)
+
+
+def tell_copies(
+    different: Sequence[object], texts: Sequence[object], length: int, others: str, what: str = "prompts"
+) -> None:
+    if len(different) < len(texts):
+        counts = f"{len(different)} of {len(texts)} {what} are different texts at {format_length(length)}: {others}"
+        warnings.warn(counts, PlanWarning, stacklevel=4)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

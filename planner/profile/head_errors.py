@@ -126,16 +126,13 @@ class SampledRows:
         position_XM = first_X[:, None] + torch.arange(self._run_rows, device=device)
         in_spread_X1 = torch.arange(len(position_XM), device=device)[:, None] < self.spread
         in_tail_XM, in_prompt_XM = position_XM >= self.tail_start, position_XM < self.length
-        stands_for_XM = in_tail_XM.float() + self._stride * (in_spread_X1 & ~in_tail_XM)
+        stride = -(-self.length // self._run_rows) / self.spread
+        stands_for_XM = in_tail_XM.float() + stride * (in_spread_X1 & ~in_tail_XM)
         return stands_for_XM * in_prompt_XM
 
     @property
     def _run_rows(self) -> int:
         return self.run * self.tile.query
-
-    @property
-    def _stride(self) -> float:
-        return -(-self.length // self._run_rows) / self.spread
 
 
 Values = npt.NDArray[np.float64]

@@ -191,13 +191,10 @@ class ProfilePass:
         seed = self._options.seed + self._sample
         with torch.no_grad():
             walk_layers(model, ids_1S, self._prompt.answer_rows, seed, up, down if self._aims else None)
-        for layer in set(layers) - modules.keys():
-            add(layer, self._nothing(layer))
-
-    def _nothing(self, layer: int) -> dict[str, Any]:
-        """Of a layer with a recurrent state: no attention to plan, and no choice that serves others."""
+        # Layers with a recurrent state have no attention to plan, and no choice that serves others.
         budgets = len(self._reuse.choice.budgets) if self._reuse else 0
-        return {"kept": ((0.0,) * (layer + 1),) * budgets}
+        for layer in set(layers) - modules.keys():
+            add(layer, {"kept": ((0.0,) * (layer + 1),) * budgets})
 
     def _decode(self, call: AttentionCall, o_proj: nn.Module, hidden_BSE: torch.Tensor) -> dict[str, Any]:
         if self._reuse is None:

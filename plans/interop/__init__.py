@@ -55,7 +55,7 @@ def recognised(source: Source, kind: str | None = None) -> str:
     if found is None:
         listed = "\n".join(f"  {name}: {missed}" for name, missed in tried.items())
         raise PlanError(f"expected a file of one of these kinds, found in {source.name}:\n{listed}")
-    is_qwen = kind is None and found == "minference" and minference.is_qwen(source)
+    is_qwen = kind is None and found == "minference" and source.name == minference.QWEN_FILE
     return "qwen-1m" if is_qwen else found
 
 

@@ -39,10 +39,6 @@ def missed(source: Source) -> str | None:
     return None
 
 
-def is_qwen(source: Source) -> bool:
-    return source.name == QWEN_FILE
-
-
 def read(source: Source, model: ModelInfo) -> Imported:
     """One bucket for every length."""
     plan = PrefillPlan(tile=_TILE, lengths=(PrefillBucket(up_to=None, heads=_groups(source, model, least=_LEAST)),))

@@ -129,6 +129,5 @@ _KNOWN = (
 
 def left_out(plan: Plan, *held: str) -> list[str]:
     """A line for each part of a plan that a format of some phases leaves out."""
-    return [f"`{name}`: {what}" for name, what in _PHASES.items() if name not in held and getattr(plan, name)] + [
-        _KNOWN
-    ]
+    parts = (f"`{name}`: {what}" for name, what in _PHASES.items() if name not in held and getattr(plan, name))
+    return [*parts, _KNOWN]
