@@ -7,6 +7,7 @@ Prompts of each split come from a random generator of their own.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -127,6 +128,11 @@ def _frame(kit: Kit, task: Task) -> ChatFrame:
     if chat is None or isinstance(task, Perplexity) or (lacks_turns and isinstance(task, _Conversation)):
         return ChatFrame(kit.encoder.bos_ids, (), kit.encoder.newline_ids)
     return chat
+
+
+def make_samples(task: Task, kit: Kit, length: int, seed: int, count: int) -> Iterator[Sample]:
+    """The first `count` samples of a set; see `make_sample`."""
+    return (make_sample(task, kit, length, seed, index) for index in range(count))
 
 
 def matches(generated: str, answer: str) -> bool:

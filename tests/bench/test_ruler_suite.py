@@ -5,10 +5,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from task_tokenizers import NAMES, kit_named, make_samples, tokenizer_named
+from task_tokenizers import NAMES, kit_named, tokenizer_named
 
 from sparsekv.bench.ruler_suite import RULER_SUITE, SUITES, recall
-from sparsekv.planner.tasks import Sample, TaskError, make_sample
+from sparsekv.planner.tasks import Sample, TaskError, make_sample, make_samples
 
 
 def sample_of(task: str, length: int = 4096, seed: int = 0, tokenizer: str = "shipped") -> Sample:

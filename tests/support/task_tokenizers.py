@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -10,8 +9,7 @@ from tiny_models import tiny_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sparsekv.planner.tasks import make_sample
-from sparsekv.planner.tasks.documents import Kit, Sample, Task
+from sparsekv.planner.tasks.documents import Kit
 from sparsekv.planner.tasks.text import Filler, PieceEncoder, Split, load_filler_text
 
 REFERENCE_MODEL = Path(__file__).parents[2] / "plans" / "data" / "tiny-retriever"
@@ -106,8 +104,3 @@ def kit_of(
 ) -> Kit:
     encoder = PieceEncoder.of(tokenizer)
     return Kit(split, encoder, Filler.from_text(load_filler_text(split)[:characters], encoder))
-
-
-def make_samples(task: Task, kit: Kit, length: int, seed: int, count: int) -> Iterator[Sample]:
-    """The first `count` samples of a set."""
-    return (make_sample(task, kit, length, seed, index) for index in range(count))

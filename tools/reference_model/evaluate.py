@@ -24,7 +24,7 @@ from sparsekv.planner.tasks import (
     Sample,
     Split,
     load_filler_text,
-    make_sample,
+    make_samples,
     matches,
 )
 
@@ -51,9 +51,7 @@ def evaluate(recipe: Recipe, out: Path, device: torch.device, deadline: float) -
             if time.monotonic() >= deadline:
                 return False
             began = time.perf_counter()
-            samples = [
-                make_sample(TRAINED[name], kit, length, recipe.seed, index) for index in range(recipe.eval_samples)
-            ]
+            samples = list(make_samples(TRAINED[name], kit, length, recipe.seed, recipe.eval_samples))
             score = _perplexity(model, samples) if name == "perplexity" else _accuracy(model, samples, tokenizer)
             results.setdefault(name, {})[str(length)] = score
             _save_results(out, results)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from task_oracle import answer_of
-from task_tokenizers import NAMES, kit_named, make_samples, tokenizer_named
+from task_tokenizers import NAMES, kit_named, tokenizer_named
 
-from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Sample, Split, make_sample
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Sample, Split, make_sample, make_samples
 
 
 def text(sample: Sample, tokenizer: str = "shipped") -> str:

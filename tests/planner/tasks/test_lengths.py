@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from task_tokenizers import NAMES, byte_level, kit_named, kit_of, make_samples, metaspace
+from task_tokenizers import NAMES, byte_level, kit_named, kit_of, metaspace
 
 from sparsekv.planner.tasks import (
     RETRIEVAL_TASKS,
@@ -13,6 +13,7 @@ from sparsekv.planner.tasks import (
     Kit,
     Split,
     generator,
+    make_samples,
 )
 from sparsekv.planner.tasks.documents import Draws
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from task_tokenizers import kit_named, make_samples
+from task_tokenizers import kit_named
 
 from sparsekv.bench.ruler_suite import SUITES
-from sparsekv.planner.tasks import TASKS, Split, Task, TaskError, generator, load_filler_text
+from sparsekv.planner.tasks import TASKS, Split, Task, TaskError, generator, load_filler_text, make_samples
 from sparsekv.planner.tasks.wording import WORDINGS, Asked, Wording
 
 DIGESTS = Path(__file__).parents[2] / "data" / "samples.json"
