@@ -1,16 +1,20 @@
 """Speculation by others beside a plan, which verifies what was drafted: each row is a step of the plan's decode."""
 
+import math
 import os
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm_drafters import MTP, NGRAM, Drafters, accepted, by_size, engine
 from vllm_engine import BUDGET, PAGES, Oracle, generate, preemptions, tokens_and_logprobs, tokens_of
 from vllm_replay import assert_replayed, recorded
+from vllm_steps import chi_square
 
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import BlockSparse, fraction
@@ -21,6 +25,7 @@ from sparsekv.runtime.vllm.engine_host import serving_stats
 Prompts = dict[int, list[int]]
 NEW = 16  # tokens of an answer
 DRAFTER = os.environ.get("FUZZ_DRAFTER", "ngram")
+COUNTED = "draft_tokens" if DRAFTER == "eagle3" else "accepted_tokens"  # eagle3's are random
 FUZZ_FIRST, FUZZ_COUNT = (
     int(os.environ.get(name, default)) for name, default in (("FUZZ_FIRST", 0), ("FUZZ_COUNT", 20))
 )
@@ -126,11 +131,38 @@ def test_random_requests_have_the_answers_without_a_drafter(pair: tuple[Any, Any
         assert llm.reset_prefix_cache(), "pages are still taken"
         answers.append(ended)
         assert not preemptions(llm)
-    assert accepted(pair[1], "draft_tokens" if DRAFTER == "eagle3" else "accepted_tokens") > 0  # eagle3's are random
+    assert accepted(pair[1], COUNTED) > 0
     for name, output in answers[1].items():
         (tokens, logprobs), (expected, of_expected) = map(tokens_and_logprobs, (output, answers[0][name]))
         assert tokens == expected
         assert logprobs == pytest.approx(of_expected, abs=2e-3)
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(0)
+def test_sampled_answers_are_distributed_as_without_a_drafter(
+    pair: tuple[Any, Any], prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chi-square of two samples of 600 answers to a prompt of which the plan is unsure, and dense decode is not."""
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x_B: torch.Tensor, ends_B: torch.Tensor, tokens: int, **replaced: int) -> torch.Tensor:
+        x_B = torch.where(x_B == replaced.get("replace_from", 0), replaced.get("replace_to", 0), x_B)
+        return x_B.repeat_interleave(ends_B.diff(prepend=ends_B.new_zeros(1)).long())
+
+    # On a CPU vLLM 0.32 writes temperatures of drafted tokens to a copy, and samples by what was in memory.
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expand)
+    prompt, before = prompts[1100], accepted(pair[1], COUNTED)
+    sampled = SamplingParams(temperature=1.5, max_tokens=4, ignore_eos=True)
+    counts = []
+    for llm in pair:
+        outputs = llm.generate([{"prompt_token_ids": prompt}] * 600, sampled, use_tqdm=False)
+        counts.append(Counter(tuple(tokens_of(output)[:3]) for output in outputs))
+    assert accepted(pair[1], COUNTED) > before
+    square, free = chi_square(*counts)
+    print(f"chi-square {square:.1f} of {free} degrees, {accepted(pair[1], COUNTED) - before} {COUNTED}")
+    assert free >= 8
+    assert square < free + 4.5 * math.sqrt(2 * free)
 
 
 def whole(plan: Plan) -> Plan:
