@@ -115,7 +115,9 @@ def brief(plan: Plan) -> Iterator[str]:
         verb = "chooses" if len(filters) == 1 else "choose"
         yield f"{readers} layers read what filter {noun} {and_listed(filters)} {verb}"
     if plan.evicting:
-        yield f"KV cache eviction, lossy: {cached_share(plan)}"
+        longest = max(plan.planned_lengths, default=plan.model.context_length)
+        kept = percent(decode_share(plan, longest).computed)
+        yield f"KV cache eviction, lossy: {kept} of the cache at {format_length(longest)}"
         yield from eviction_losses(plan)
     shares = (share(plan, length) for length in plan.planned_lengths for share in (prefill_share, decode_share))
     if plan.cost and any(share.gain is not None for share in shares):
@@ -129,12 +131,6 @@ def sentence(plan: Plan) -> str:
     if plan.quality is None:
         return f"{plan.status}: its quality was not measured"
     return quality_sentence(plan.quality, plan.status)
-
-
-def cached_share(plan: Plan) -> str:
-    """The share of the KV cache that layers keep at the longest planned length, in words."""
-    longest = max(plan.planned_lengths, default=plan.model.context_length)
-    return f"{percent(decode_share(plan, longest).computed)} of the cache at {format_length(longest)}"
 
 
 def eviction_losses(plan: Plan) -> tuple[str, ...]:
