@@ -59,7 +59,8 @@ class Scratch:
 
             copy_pages(pages, used_P, into_GKD, by)
         else:
-            _copy_each(pages, used_P, into_GKD)
+            for x_NGSD, into in zip(pages, into_GKD, strict=True):  # index_select would copy the whole cache
+                into.copy_(x_NGSD.transpose(0, 1)[:, used_P.long()].flatten(1, 2)[:, :length])
             for into, scale_G in zip(into_GKD, by or (), strict=False):
                 into.mul_(scale_G[:, None, None])
         return self._keys(into_GKD)
@@ -77,18 +78,6 @@ class Scratch:
     def _keys(both_GKD: tuple[torch.Tensor, torch.Tensor]) -> KeyView:
         k_GKD, v_GKD = both_GKD
         return full_view(k_GKD[None], v_GKD[None])
-
-
-def _copy_each(
-    pages: tuple[torch.Tensor, torch.Tensor], table_P: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    for x_NGSD, into_GKD in zip(pages, into, strict=True):
-        if x_NGSD.shape[2] == 1:  # too many to copy one by one
-            into_GKD.copy_(x_NGSD[:, :, 0].transpose(0, 1)[:, table_P.long()])
-            continue
-        parts = into_GKD.split(x_NGSD.shape[2], 1)
-        for page, into_GSD in zip(table_P.tolist(), parts, strict=True):  # index_select would copy the whole cache
-            into_GSD.copy_(x_NGSD[page, :, : into_GSD.shape[1]])
 
 
 class PlanHost:
@@ -174,8 +163,7 @@ class PlanHost:
                 continue
             self._warm.add(launched)
             keys = replace(self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], length), softmax=softmax)
-            q_BHTD = q_THD[:rows].transpose(0, 1)[None]
-            prefill(layer, q_BHTD, keys, chunk, scale=1.0, fallback=self.fallback)
+            self.prefill(layer, q_THD[:rows], keys, chunk, 1.0, counted=False)
 
     def count_failure(self, error: Exception) -> bool:
         """Counts a chunk that runs dense as its backend failed; whether the error is the first of its kind."""

@@ -350,11 +350,10 @@ class SparseBuilder(_Builder):
         decode = None
         if host.decode is not None and evicted is None and self.drafts == host.drafts:
             decode = self._decode(host, host.decode, common, (starts, lengths, unfinished), decoding)
-        paying = tuple(rows for rows in prefill if host.is_sparse(rows.chunk))
         for rows in prefill:
-            if rows not in paying:
+            if not host.is_sparse(rows.chunk):
                 host.count_dense(self._programs, rows.chunk)
-        prefill = paying
+        prefill = tuple(rows for rows in prefill if host.is_sparse(rows.chunk))
         if not prefill and decode is None and not prompts:
             return None
         part_of = partial(self._part_of, common)
@@ -405,7 +404,7 @@ class SparseBuilder(_Builder):
         return super().build(0, part_of(common, first, end), fast_build=True)
 
 
-_hosts: list[tuple[weakref.ref[Any], EngineHost | None]] = []  # of engines whose plan was looked for, by their key
+_hosts: dict[int, EngineHost | None] = {}  # of engines whose plan was looked for, by the identity of their key
 # Of a release or a model that is unlike what was seen: the same on all ranks, as a device without memory is not.
 _UNLIKE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 
@@ -417,21 +416,10 @@ def _has_plan() -> bool:
 
 def _host_of(config: Any) -> EngineHost | None:
     key = vllm.engine_key(config)
-    for engine, host in tuple(_hosts):  # engines that end leave it
-        if engine() is key:
-            return host
-    host = _started(config)
-    _set_host(key, host)
-    return host
-
-
-def _set_host(key: Any, host: EngineHost | None) -> None:
-    _hosts[:] = [entry for entry in _hosts if entry[0]() not in (None, key)]
-    _hosts.append((weakref.ref(key, _forget), host))
-
-
-def _forget(gone: weakref.ref[Any]) -> None:
-    _hosts[:] = [entry for entry in _hosts if entry[0] is not gone]
+    if id(key) not in _hosts:
+        _hosts[id(key)] = _started(config)
+        weakref.finalize(key, _hosts.pop, id(key)).atexit = False  # engines that end leave it
+    return _hosts[id(key)]
 
 
 def _started(config: Any) -> EngineHost | None:
@@ -466,7 +454,7 @@ def _leave_dense(config: Any, error: SparseKVError) -> None:
     vllm.say_dense(config, error)
     for layer in _planned(config):
         layer.impl.plan_host = layer.impl.program = None
-    _set_host(vllm.engine_key(config), None)
+    _hosts[id(vllm.engine_key(config))] = None
 
 
 def _rows_of(x: Any, rows: slice) -> Any:

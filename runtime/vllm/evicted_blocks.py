@@ -293,9 +293,11 @@ class EvictingHost:
         else:
             wanted = seen - (rows.prompt - rows.end)
             if wanted > 0:
-                newest = new.before(older, wanted)
-                copied = Observed(newest.q_BHWD.clone(), newest.scale, newest.softmax)
-                self._saved.setdefault(rows.name, {})[layer.layer] = Saved(copied, rows.end)
+                self._save(rows.name, layer, new.before(older, wanted), rows.end)
+
+    def _save(self, name: str, layer: LayerProgram, queries: Observed, end: int) -> None:
+        copied = Observed(queries.q_BHWD.clone(), queries.scale, queries.softmax)
+        self._saved.setdefault(name, {})[layer.layer] = Saved(copied, end)
 
     def _forget(self) -> None:
         for name in [name for name in self._saved if not self.requests.knows(name)]:
@@ -329,8 +331,7 @@ class EvictingHost:
         """Chooses among these keys, so that kernels are compiled and the engine measures their memory; the queries of
         one prompt are saved until the first step."""
         self._choose(layer, keys.k.shape[2], observed, keys, EvictedBlocks.of(_rule(layer), 1))
-        copied = Observed(observed.q_BHWD.clone(), observed.scale, observed.softmax)
-        self._saved.setdefault(_WARM_UP, {})[layer.layer] = Saved(copied, 0)
+        self._save(_WARM_UP, layer, observed, 0)
 
 
 def _rule(layer: LayerProgram) -> Eviction:

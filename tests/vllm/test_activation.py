@@ -157,11 +157,11 @@ def test_what_the_step_finds_that_measures_memory_leaves_all_layers_dense(
 
 def test_what_an_engine_ran_by_is_freed_with_it(planned: Path, unfreeze: Callable[[], None]) -> None:
     engine = make_engine(str(planned))
-    assert any(host is not None for _, host in attention_backend._hosts)
+    assert any(host is not None for host in attention_backend._hosts.values())
     del engine
     unfreeze()
     gc.collect()
-    assert all(host is None for _, host in attention_backend._hosts)
+    assert all(host is None for host in attention_backend._hosts.values())
 
 
 def test_what_only_layers_show_leaves_all_of_them_dense_or_ends_an_engine_that_requires_its_plan(
