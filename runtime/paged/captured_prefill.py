@@ -153,20 +153,17 @@ class CapturedPrefill:
     def takes(layers: Sequence[LayerProgram], device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         """Returns whether layers of a plan can be captured: alike, without windows, of patterns whose indices Triton
         kernels build from numbers on the device; and gain by it, as some chunk has few enough numbers."""
-        every = {pattern for layer in layers for row in layer.patterns for pattern in row}
-        kinds = set(map(type, every))
-        sampled = max((pattern.last_q for pattern in every if isinstance(pattern, VerticalSlash)), default=0)
-        if not builds_by_triton(device) or dtype not in (torch.float16, torch.bfloat16):
+        alike = {(layer.tile, layer.heads, layer.kv_heads, layer.window) for layer in layers}
+        if not builds_by_triton(device) or dtype not in (torch.float16, torch.bfloat16) or len(alike) != 1:
             return False
         from sparsekv.kernels.index.triton.sizes import LARGEST_HEAD, LARGEST_SAMPLE  # it loads Triton
 
-        if head_dim > LARGEST_HEAD or sampled > LARGEST_SAMPLE:
-            return False
-        alike = {(layer.tile, layer.heads, layer.kv_heads, layer.window) for layer in layers}
-        if len(alike) != 1 or not kinds <= {VerticalSlash, Dense}:
-            return False
         ((_, heads, _, window),) = alike
-        return window is None and heads * head_dim * _SMALLEST <= MOST_NUMBERS
+        every = {pattern for layer in layers for row in layer.patterns for pattern in row}
+        sampled = max((pattern.last_q for pattern in every if isinstance(pattern, VerticalSlash)), default=0)
+        is_small = head_dim <= LARGEST_HEAD and sampled <= LARGEST_SAMPLE
+        is_small &= heads * head_dim * _SMALLEST <= MOST_NUMBERS
+        return is_small and window is None and set(map(type, every)) <= {VerticalSlash, Dense}
 
     def warm_up(
         self, layer: LayerProgram, pages: Pages, scale: float, softmax: Softmax, scales: Scales | None = None

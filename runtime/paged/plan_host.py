@@ -63,21 +63,17 @@ class Scratch:
                 into.copy_(x_NGSD.transpose(0, 1)[:, used_P.long()].flatten(1, 2)[:, :length])
             for into, scale_G in zip(into_GKD, by or (), strict=False):
                 into.mul_(scale_G[:, None, None])
-        return self._keys(into_GKD)
+        k_GKD, v_GKD = into_GKD
+        return full_view(k_GKD[None], v_GKD[None])
 
     def zeros(self, heads: int, size: int, length: int) -> KeyView:
         """Keys and values that are all 0, until the next copy."""
         k_GKD, v_GKD = self.views((heads, length, size), self._k.dtype)
-        return self._keys((k_GKD.zero_(), v_GKD.zero_()))
+        return full_view(k_GKD.zero_()[None], v_GKD.zero_()[None])
 
     def views(self, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         numbers = math.prod(shape)
         return self._k.view(dtype)[:numbers].view(shape), self._v.view(dtype)[:numbers].view(shape)
-
-    @staticmethod
-    def _keys(both_GKD: tuple[torch.Tensor, torch.Tensor]) -> KeyView:
-        k_GKD, v_GKD = both_GKD
-        return full_view(k_GKD[None], v_GKD[None])
 
 
 class PlanHost:

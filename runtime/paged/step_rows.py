@@ -315,14 +315,12 @@ def prefill_rows(
         decoded: rows that a request decodes in a step at most: its newest token, and those that a drafter proposed.
             More are always prefill: a prompt, or what is computed again after a preemption.
     """
-    chunks = []
-    for request, (first, end, length, unfinished) in enumerate(
-        zip(starts[:-1], starts[1:], lengths, prefilling, strict=True)
-    ):
-        rows = end - first
-        if rows > decoded or (rows and unfinished):
-            chunks.append(PrefillRows(request, slice(first, end), Chunk.uniform(1, length - rows, length)))
-    return tuple(chunks)
+    requests = enumerate(zip(pairwise(starts), lengths, prefilling, strict=True))
+    return tuple(
+        PrefillRows(request, slice(first, end), Chunk.uniform(1, length - (end - first), length))
+        for request, ((first, end), length, unfinished) in requests
+        if end - first > (0 if unfinished else decoded)
+    )
 
 
 def behind_decode(starts: Sequence[int], prefilling: Sequence[bool], decoded: int = 1) -> list[bool]:

@@ -139,10 +139,8 @@ def gather(x: torch.Tensor) -> torch.Tensor:
 
 def gather_bytes(given: bytes) -> list[bytes]:
     device = torch.empty(0, device=current_platform.device_type).device
-    gathered = gather(
-        torch.tensor(list(given), dtype=torch.float32, device=device)
-    )  # not every backend gathers integers
-    return [bytes(map(int, row)) for row in gathered.tolist()]
+    numbers = torch.tensor(list(given), dtype=torch.float32, device=device)  # not every backend gathers integers
+    return [bytes(map(int, row)) for row in gather(numbers).tolist()]
 
 
 def runs_ours(config: VllmConfig) -> bool:
