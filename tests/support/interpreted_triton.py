@@ -35,6 +35,8 @@ def prepare_interpreter() -> None:
     InterpreterBuilder.create_dot = _create_dot
     InterpreterBuilder.cast_impl = _cast_impl
     InterpreterBuilder.create_fp_to_fp = _convert_impl
+    InterpreterBuilder.create_masked_load = _masked(InterpreterBuilder.create_masked_load, 1)
+    InterpreterBuilder.create_masked_store = _masked(InterpreterBuilder.create_masked_store, 2)
     interpreter._get_np_dtype = _np_dtype_of
     interpreter._patch_lang = _remapped
     TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
@@ -59,6 +61,16 @@ def _convert_impl(self: InterpreterBuilder, source: TensorHandle, kind: tl.dtype
         return _convert(self, source, kind, rounding)
     rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.float8_e4m3fn).view(torch.uint8)
     return TensorHandle(rounded.numpy(), kind.scalar)
+
+
+def _masked(access: Any, position: int) -> Any:
+    """The interpreter keeps what it compares in the type of what is compared, and 3.9 takes no other mask than bool."""
+
+    def accessed(self: InterpreterBuilder, *args: Any) -> Any:
+        mask = TensorHandle(args[position].data.astype(np.bool_), tl.int1)
+        return access(self, *args[:position], mask, *args[position + 1 :])
+
+    return accessed
 
 
 def _np_dtype_of(kind: tl.dtype) -> np.dtype:
