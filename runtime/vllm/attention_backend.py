@@ -101,18 +101,11 @@ class SparseImpl(_Impl):
         self.scales: Scales | None = None  # of a cache in 8 bits, known once weights are loaded
         plain = not self.logits_soft_cap and self.sinks is None
         self.softmax = PLAIN if plain else Softmax(self.logits_soft_cap or 0.0, self.sinks)
-        if self.plan_host is not None:
-            try:
-                self._check()
-            except UnsupportedError as error:
-                _leave_dense(config, error)
-                self.plan_host = None
-
-    def _check(self) -> None:
-        if self.attn_type != vllm.AttentionType.DECODER or self.alibi_slopes is not None:
-            raise UnsupportedError(
-                "expected a decoder's attention without ALiBi in every layer, found another; run without a plan"
-            )
+        decodes = self.attn_type == vllm.AttentionType.DECODER and self.alibi_slopes is None
+        if self.plan_host is not None and not decodes:
+            text = "expected a decoder's attention without ALiBi in every layer, found another; run without a plan"
+            _leave_dense(config, UnsupportedError(text))
+            self.plan_host = None
 
     def program_of(self, host: EngineHost, layer: Any) -> LayerProgram:
         """The program of this layer, checked against the layer that vLLM made."""
