@@ -1,7 +1,7 @@
 """Does the attention mass that a plan keeps foretell the answers that it loses?
 
     python -m sparsekv.bench.kept_mass run MODEL --plan plan.yaml --length 16k --out DIR [--samples 20]
-    python -m sparsekv.bench.kept_mass tell DIR [DIR ...]
+    python -m sparsekv.bench.kept_mass tell DIR [DIR ...] [--picture FILE.svg]
 
 Prompts are like those of calibration, or strange: a question about numbers planted in text of another kind, or one key
 among hundreds like it. Each runs dense and by the plan's prefill. Beside the answers a run keeps, of 8 rows spread over
@@ -237,6 +237,36 @@ def tell(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def write_picture(folders: list[Path], path: Path) -> None:
+    """Divergence against the mean kept mass, a point a prompt, a panel a folder; lost answers stand out."""
+    import altair as alt
+
+    from sparsekv.bench.report.charts import ACCENT, GREY, write_svg
+
+    panels = []
+    for folder in folders:
+        points = []
+        for file in map(np.load, sorted(folder.glob("*.npz"))):
+            for mass, kl, (dense, own) in zip(
+                file["mass"].mean((1, 2, 3)), file["divergence"], file["right"], strict=True
+            ):
+                state = ("lost" if dense > own else "kept") if dense else "not answered by dense"
+                points.append({"mass": float(mass), "kl": max(1e-6, float(kl)), "answer": state})
+        panels.append(
+            alt.Chart(alt.InlineData(values=points), width=300, height=240, title=folder.name)
+            .mark_point(filled=True, size=45)
+            .encode(
+                x=alt.X("mass:Q", title="kept attention mass, mean", scale=alt.Scale(zero=False)),
+                y=alt.Y("kl:Q", title="divergence (nats, log)", scale=alt.Scale(type="log")),
+                color=alt.Color(
+                    "answer:N",
+                    scale=alt.Scale(domain=["lost", "kept", "not answered by dense"], range=[ACCENT, "#2d7dd2", GREY]),
+                ),
+            )
+        )
+    write_svg(alt.hconcat(*panels), path)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="command")
@@ -246,12 +276,16 @@ def main(argv: list[str] | None = None) -> int:
     running.add_argument("--length", type=parse_length, required=True)
     running.add_argument("--out", type=Path, required=True)
     running.add_argument("--samples", type=int, default=20)
-    commands.add_parser("tell").add_argument("folders", type=Path, nargs="+")
+    telling = commands.add_parser("tell")
+    telling.add_argument("folders", type=Path, nargs="+")
+    telling.add_argument("--picture", type=Path)
     args = parser.parse_args(argv)
     if args.command == "run":
         run(load_model(args.model), args.plan, args.length, args.samples, args.out)
     else:
         print(*map(tell, args.folders), sep="\n")
+        if args.picture:
+            write_picture(args.folders, args.picture)
     return 0
 
 
