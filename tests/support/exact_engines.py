@@ -28,8 +28,9 @@ def drafting_plan(info: ModelInfo, budget: int, bound: int = 64) -> Plan:
 
 
 def exactly(path: Any, **options: Any) -> dict[str, Any]:
-    """The additional config of an engine that drafts by the plan."""
-    own = {"plan": str(path), "exact": True, "draft": DRAFT, "allow_untested": True}
+    """The additional config of an engine that drafts by the plan whatever a device measures: tiny models gain nothing,
+    and all drafts that are dense count."""
+    own = {"plan": str(path), "exact": True, "draft": DRAFT, "allow_untested": True, "sparse": "always"}
     return {"sparsekv": own | options}
 
 

@@ -43,7 +43,7 @@ if __name__ == "__main__":
             max_model_len={length} + 96, max_num_batched_tokens={step}, num_gpu_blocks_override={blocks},
             gpu_memory_utilization=0.3, enforce_eager=False,
             compilation_config={{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
-            additional_config={{"sparsekv": {{"plan": {plan!r}}}}}, kv_transfer_config=transfer)
+            additional_config={{"sparsekv": {{"plan": {plan!r}, "sparse": "always"}}}}, kv_transfer_config=transfer)
 
     def loaded(engine):
         name = "vllm:external_prefix_cache_hits"

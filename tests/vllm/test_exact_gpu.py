@@ -2,9 +2,10 @@
 
     VLLM_BATCH_INVARIANT=1 python -m pytest tests/vllm/test_exact_gpu.py -x -q -s
 
-bfloat16 leaves differences, which may be no more than dense has with other batch sizes: this is measured beside them.
-VLLM_BATCH_INVARIANT=1 leaves fewer, though dense still parts from itself where a prefix was cached. What is printed
-says where answers part, and which graphs there are.
+bfloat16 leaves differences, where two tokens are nearly as likely: no more than its rounding explains. Of the 200
+requests below 46 are expected to part, float32 parts from bfloat16 in 54, and drafts taken in half of the near ties, by
+an engine that is not exact, in 78 to 113 (on a CPU). VLLM_BATCH_INVARIANT=1 leaves fewer, though dense still parts from
+itself where a prefix was cached. What is printed says where answers part, and which graphs there are.
 """
 
 import math
@@ -33,7 +34,8 @@ SMALL = {
     "dtype": "bfloat16",
     "kernel_config": {"enable_jit_warmup": False},  # of samplers, which takes minutes
 }
-NEAR = 0.25  # nats
+NOISE = 1 / 16  # nats, of the lead of a token: one step of a bfloat16 logit between 8 and 16
+NEAR = 4 * NOISE
 FEW = 68  # blocks of 16 tokens: one of the longest requests, and little more
 
 
@@ -52,7 +54,8 @@ def engines(
 
     def dense(**settings: Any) -> Any:
         config = {"sparsekv": {"dense": True}}
-        return make_engine(model, additional_config=config, disable_log_stats=True, **(SMALL | settings))
+        how = {"disable_log_stats": True, "logprobs_mode": "processed_logprobs"}  # what is penalised is no near tie
+        return make_engine(model, additional_config=config, **(SMALL | how | settings))
 
     found = {
         "eager": drafts(num_gpu_blocks_override=512),
@@ -80,41 +83,45 @@ def describe(llm: Any) -> str:
 
 
 def parted(found: Sequence[Any], expected: Sequence[Any]) -> list[str]:
-    """Where answers part from dense ones, whose two likeliest tokens are then as good as equal: a few steps of a
-    bfloat16 logit apart."""
+    """Where answers part from dense ones: at tokens that are as good as equal to dense attention."""
     lines = []
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         mine, its = tokens_of(one), tokens_of(other)
-        if mine == its:
+        at = next((n for n, (x, y) in enumerate(zip(mine, its, strict=False)) if x != y), None)
+        if at is None:
+            assert len(mine) == len(its), f"request {number} ends at token {len(mine)}, dense at {len(its)}"
             continue
-        at = next((n for n, (x, y) in enumerate(zip(mine, its, strict=False)) if x != y), min(len(mine), len(its)))
-        ranked = sorted((p.logprob for p in other.outputs[0].logprobs[min(at, len(its) - 1)].values()), reverse=True)
-        margin = ranked[0] - ranked[1] if len(ranked) > 1 else math.nan
-        prompt = len(one.prompt_token_ids)
-        assert not margin > NEAR, f"request {number} parts at token {at}, of which dense is sure by {margin:.4f}"
+        likely, prompt = other.outputs[0].logprobs[at], len(one.prompt_token_ids)
+        lead = likely[its[at]].logprob - likely[mine[at]].logprob if mine[at] in likely else math.inf
+        assert lead <= NEAR, f"request {number} parts at token {at}, where dense prefers its own by {lead:.4f}"
         lines.append(
             f"request {number} ({prompt} tokens) parts at token {at} of {len(its)} (position {prompt + at}): "
-            f"{mine[at : at + 6]} for {its[at : at + 6]}, dense margin {margin:.4f}"
+            f"{mine[at : at + 6]} for {its[at : at + 6]}, which dense prefers by {lead:.4f}"
         )
     return lines
 
 
+def by_rounding(expected: Sequence[Any]) -> float:
+    """How many of dense attention's answers part where rounding adds normal noise to the lead of each token."""
+    together = 0.0
+    for output in expected:
+        ranked = [sorted((p.logprob for p in step.values()), reverse=True) for step in output.outputs[0].logprobs]
+        leads = [first - second for first, second, *_ in ranked]
+        together += 1 - math.prod(1 - math.erfc(lead / NOISE / math.sqrt(2)) / 2 for lead in leads)
+    return together
+
+
 def check(llm: Any, dense: Any, prompts: list[list[int]], **sampling: Any) -> list[Any]:
-    """Answers are dense attention's; or part at near ties, no more than twice as often as dense does from itself, one
-    request at a time, or in one of 20."""
+    """Answers are dense attention's, or part at near ties, at most as many as rounding explains and three standard
+    deviations. Dense attention one request at a time parts from itself less often (11 of 200, where drafts do in 33): a
+    step that verifies has more rows."""
     before = counted(llm)
-    found, expected = (ask(one, prompts, logprobs=2, **sampling) for one in (llm, dense))
-    lines = parted(found, expected)
+    found, expected = (ask(one, prompts, logprobs=5, **sampling) for one in (llm, dense))
+    lines, some = parted(found, expected), by_rounding(expected)
     drafted, accepted = (now - then for now, then in zip(counted(llm), before, strict=True))
-    print(f"\n{len(prompts)} requests, {accepted} of {drafted} drafted tokens count, {len(lines)} part")
+    print(f"\n{len(prompts)} requests, {accepted} of {drafted} drafted tokens count, {len(lines)} part ({some:.1f})")
     print("\n".join(lines))
-    if not lines:
-        return found
-    alone = [ask(dense, [prompt], logprobs=2, **sampling)[0] for prompt in prompts]
-    others = parted(alone, expected)
-    print(f"dense one at a time parts from dense together in {len(others)}:")
-    print("\n".join(others))
-    assert len(lines) <= 2 * len(others) + max(1, len(prompts) // 20)
+    assert len(lines) <= 1 + some + 3 * math.sqrt(some)
     return found
 
 
@@ -139,6 +146,7 @@ def test_a_captured_draft_is_the_draft_of_launched_steps(engines: dict[str, Any]
         drafting_as(engines[name], at_random())
     print({name: found[:2] for name, found in counts.items()})
     (drafted, accepted, _), (other, others, _) = counts["eager"], counts["captured"]
+    assert 0 < accepted < drafted
     assert abs(accepted / drafted - others / other) < (1e-9 if STRICT else 0.1)
 
 
