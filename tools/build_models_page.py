@@ -123,12 +123,12 @@ SERVED = {  # by vLLM, what the tests do not say
     "cohere2": "refused: vLLM 0.32 gives its local layers a window of one token more",
 }
 ON_GPU = {  # what the tests do not say
-    "gemma2": "expected; not `flash`",
-    "gemma4_text": "expected; not `flash`",
+    "gemma2": "tested; not `flash`",
+    "gemma4_text": "tested; not `flash`",
     "gpt_oss": "tested; `flash` expected",
-    "mistral": "tested",
-    "qwen2": "tested",
-    "vaultgemma": "expected; not `flash`",
+    "nemotron_h": "expected",
+    "phimoe": "steps are not captured",
+    "vaultgemma": "tested; not `flash`",
 }
 NO_RECORD = {  # why other causal models of transformers have no record, and their model types
     "not run: a record may be all that it takes": (
@@ -207,7 +207,7 @@ def _causal_models() -> Iterator[str]:
 def _row(kind: str, matrix: Any) -> tuple[str, ...]:
     (name, own), tested = FAMILIES[kind], {*matrix.USUAL, *matrix.MORE, *matrix.HYBRIDS, *_inside()}
     special = ", ".join([*_special(ARCHITECTURES[kind], matrix), *([own] if own else [])])
-    captured = {*matrix.TYPICAL, *_keys("tests/runtime/hf/test_graphs.py", "OF_THEIR_OWN")}
+    captured = {*matrix.USUAL, *matrix.MORE, *matrix.HYBRIDS}
     in_vllm = dict.fromkeys(_keys("tests/vllm/test_families.py", "FAMILIES"), "tested on a CPU") | SERVED
     in_vllm["qwen3_next"] = "tested on a CPU"
     near_one = kind in (*matrix.USUAL, *matrix.DELTA_RULE)

@@ -33,7 +33,6 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.keys import Scales
 from sparsekv.plans.errors import SparseKVError
-from sparsekv.runtime.architecture import ARCHITECTURES
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.segments import SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
@@ -179,7 +178,9 @@ def _fetch(stores: StepStores, segment: SegmentProgram, selection: Selection) ->
 @contextmanager
 def _refusing_waits() -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # not the user's choice
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -189,8 +190,7 @@ def _refusing_waits() -> Iterator[None]:
 class StepGraphs:
     """The decode steps of one attached decoder, which only captured steps keep alive: `release` lets go of it."""
 
-    def __init__(self, model_type: str, programs: Mapping[Phase, Program], reads: HostReads) -> None:
-        self._model_type = model_type
+    def __init__(self, programs: Mapping[Phase, Program], reads: HostReads) -> None:
         self._programs = programs
         self._reads = reads
         self._graphs: dict[_Key, StepGraph] = {}  # the one used last at the end
@@ -353,7 +353,7 @@ class StepGraphs:
         """Notes what is about to be captured, once for all graphs; why it cannot be."""
         if self._captured is not None:
             return ""
-        reason = obstacle_in(decoder, self._model_type)
+        reason = obstacle_in(decoder)
         self._captured = None if reason else CapturedModel(decoder)
         return reason
 
@@ -381,9 +381,8 @@ _NUMBERS = (int, float, str, bool, type(None))
 _OWN = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 
 
-def obstacle_in(decoder: nn.Module, model_type: str) -> str:
-    package = ARCHITECTURES[model_type].home.rpartition(".")[0]
-    homes = (f"{package}.", "transformers.activations", "torch.nn.modules.")
+def obstacle_in(decoder: nn.Module) -> str:
+    homes = ("transformers.models.", "transformers.activations", "torch.nn.modules.")  # families share modules
     for module in _inside(decoder):
         kind = type(module)
         if not f"{kind.__module__}.".startswith(homes):

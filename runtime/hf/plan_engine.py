@@ -28,7 +28,6 @@ from sparsekv.runtime.core.state import DecodeState, Observed
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Attachment, Engine, Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import SparseLayer, attending, first_of, is_autocast
-from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.hf.exact import ExactLoop
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.memory import MemoryModel, Request
@@ -70,7 +69,6 @@ class PlanEngine(Engine):
         self.fallback = Fallback(backend, paging.relieve)
         self.decode_backend = backend  # of decode: there is one for each kind of device
         self.device = model.device
-        self._model_type: str = config_of(model).model_type
         self.graphs: StepGraphs | None = None
         self._told = False
         self.plan, self.program = plan, program
@@ -105,7 +103,7 @@ class PlanEngine(Engine):
         if not can_capture(self.device, self.decode_backend):
             return ()
         if self.graphs is None:  # else it was suspended
-            self.graphs = StepGraphs(self._model_type, self._programs, self.host_reads)
+            self.graphs = StepGraphs(self._programs, self.host_reads)
         return (self.graphs,)
 
     def step_phase(self, cache: Cache, lengths: tuple[int, ...]) -> Phase:

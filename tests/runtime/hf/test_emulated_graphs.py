@@ -11,6 +11,7 @@ from emulated_graphs import emulate
 from tiny_models import random_tokens, steps, tiny_model
 from tiny_multimodal import multimodal_config, multimodal_model
 from tiny_plans import decode_plan, plan_for, segment
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
@@ -99,6 +100,16 @@ def test_a_model_that_changes_is_captured_anew_or_runs_by_itself(model, captured
         assert "somewhere.Steered" in handle.steps.why_not
         assert cache.get_seq_length() == 38
     assert len([one for one in told if one.category is GraphWarning]) == 1
+
+
+def test_a_module_that_a_family_takes_from_another_is_captured(model, captured):
+    """Nemotron-H's gated norm is Zamba 2's in transformers before 5.24."""
+    model, prompt, new = copy.deepcopy(model), random_tokens(1, 30), random_tokens(1, 3, 1)
+    model.model.norm.__class__ = Qwen3RMSNorm
+    with apply(model, plan_for(model), backend="triton") as handle:
+        found, _ = steps(model, prompt, new)
+    assert (handle.steps.replayed, handle.steps.why_not) == (3, "")
+    torch.testing.assert_close(found, expected(model, plan_for(model), prompt, new), rtol=1e-3, atol=1e-4)
 
 
 def test_few_graphs_are_kept(captured, monkeypatch):
