@@ -37,7 +37,7 @@ def interpreting() -> bool:
 class QuickKernel:
     """A kernel, launched as ever: `kernel[grid](*args, **options)`, the numbers to compile for as options. Triton's own
     search for the compiled kernel takes two thirds of the program's time for a launch, and a sparse layer of a prompt
-    has ten; here it is found by a key of our own, of all that Triton 3.6 to 3.8 compile these kernels for: dtypes,
+    has ten; here it is found by a key of our own, of all that Triton 3.6 to 3.9 compile these kernels for: dtypes,
     alignment of tensors, integers that are 1, multiples of 16 or longer than 32 bits, and every option."""
 
     def __init__(self, kernel: Any) -> None:
