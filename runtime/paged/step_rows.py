@@ -52,17 +52,16 @@ class DecodeHost:
         self._state = DecodeState(program.segments, gather, scratch=scratch, carried=program.carried)
         self._lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self._request_R = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._dense_up_to = min(layer.role.dense_up_to for layer in program.sparse)
         self._segments = program.segments
         self._bounds: tuple[int, ...] = program.segments[0].bounds if program.segments else ()
         self._from: tuple[int, ...] = tuple(
             map(min, zip(*map(segments.chooses_from, program.segments), strict=True))
-        ) or (self._dense_up_to + 1,)
+        ) or (min(layer.role.dense_up_to for layer in program.sparse) + 1,)
 
     def chooses(self, lengths: Sequence[int], least: int | None = 0) -> bool:
         """Returns whether a row may choose, as far as the host knows: by the tokens of each request; `least` as in
-        `begin`."""
-        return least is not None and max(lengths, default=0) >= max(least, self._dense_up_to + 1)
+        `begin`. None does in a bucket that is dense behind one that is not."""
+        return least is not None and any(length >= least and self._chooses(length) for length in lengths)
 
     def without_room(self, lengths: Sequence[int]) -> list[bool]:
         """Marks the rows that may choose, at these lengths, but attend to everything for want of scratch. `Budgets.of`
@@ -82,11 +81,9 @@ class DecodeHost:
         """Counts the decode rows of a step, by the tokens that each row of a request attends to at most; rows below 2
         are of steps that an engine makes up."""
         real = [rows for rows in requests if rows and rows[0] > 1]
-        chosen = left = 0
-        if least is not None and self.chooses([rows[-1] for rows in real], least):
-            long = [length for rows in real if rows[-1] >= least for length in rows]
-            left = sum(self.without_room(long))
-            chosen = sum(map(self._chooses, long)) - left
+        long = [length for rows in real if least is not None and rows[-1] >= least for length in rows]
+        left = sum(self.without_room(long))
+        chosen = sum(map(self._chooses, long)) - left
         counters.decode_sparse += chosen
         counters.decode_dense += sum(map(len, real)) - chosen
         counters.decode_left += left

@@ -370,7 +370,7 @@ class SparseBuilder(_Builder):
         captured = alone and rows <= self._graph_rows
         rule, longest = host.pays.of_decode(captured), [of_rows.stop - 1 for of_rows in seen]
         least = rule.least(longest)
-        chooses = decode.chooses(longest, least)
+        chooses = decode.chooses([length for of_rows in seen for length in of_rows], least)
         if self._counts:
             decode.count(seen, host.counters, least)
             host.decodes_dense = not chooses

@@ -22,8 +22,6 @@ from sparsekv.runtime.vllm.evicted_blocks import EvictingHost
 from sparsekv.runtime.vllm.settings import EngineFacts, EngineOptions, host_of, warn_of_release
 
 _ALLOW_MISMATCH = '--additional-config \'{"sparsekv": {"allow_mismatch": true}}\''
-
-
 _MOST_PROGRAM_US = 200.0  # more may be what a first step loads in each layer, and would leave chunks dense that gain
 
 
@@ -154,9 +152,9 @@ def decoded_dense(host: EngineHost, common: Any, graph_rows: int) -> int | None:
     decoded_B = lengths_B > 1  # the others are of steps that the engine makes up
     if host.decode is not None:
         captured = common.num_reqs <= graph_rows
-        least = host.pays.decode_at(common.num_reqs, captured)
+        least = host.pays.of_decode(captured).at(common.num_reqs)
         reads_lengths = captured and bool(host.pays.decode.rows) and not host.dense_graphs
-        if reads_lengths or host.decode.chooses((int(lengths_B.max()),), least):
+        if reads_lengths or host.decode.chooses(lengths_B.tolist(), least):
             return None
     if prompts is not None:
         decoded_B[: len(prompts)] &= ~prompts.numpy()

@@ -158,7 +158,8 @@ def test_the_host_knows_which_rows_choose_as_the_device_does(seed: int) -> None:
     buckets = (
         DecodeBucket(up_to=90, dense=True),
         DecodeBucket(up_to=200, segments=(segment(0, (1,), shares[0]), segment(2, (3,), shares[1]))),
-        DecodeBucket(up_to=None, segments=(segment(0, (1,), shares[2]), segment(2, (3,), shares[3]))),
+        DecodeBucket(up_to=320, segments=(segment(0, (1,), shares[2]), segment(2, (3,), shares[3]))),
+        DecodeBucket(up_to=None, dense=True),
     )
     program = Program.of(None, DecodePlan(lengths=buckets), model_info(layers=4, heads=HEADS, kv_heads=GROUPS))
     host = DecodeHost(program, "cpu", ROWS, LONGEST, torch.device("cpu"))
@@ -166,7 +167,9 @@ def test_the_host_knows_which_rows_choose_as_the_device_does(seed: int) -> None:
     lengths = [source.randrange(1, LONGEST) for _ in range(ROWS)]
     held_SB = host._state.budgets(torch.device("cpu")).of(as_lengths(tuple(lengths)), "cpu")[0] != ALL
     wanted_SB = torch.tensor([[one.count(length) != ALL for length in lengths] for one in program.segments])
-    assert [host._chooses(length) for length in lengths] == wanted_SB.any(0).tolist()
+    assert [host.chooses([length]) for length in lengths] == wanted_SB.any(0).tolist()
+    assert host.chooses(lengths, 100) == any(c and n >= 100 for c, n in zip(wanted_SB.any(0), lengths, strict=True))
+    assert not host.chooses([50, *range(321, 400)])  # dense behind the last bucket that chooses
     assert host.without_room(lengths) == (wanted_SB & ~held_SB).any(0).tolist()
 
 

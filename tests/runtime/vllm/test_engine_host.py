@@ -19,7 +19,7 @@ from sparsekv.plans.errors import PlanMismatchError, PlanWarning, UnsupportedErr
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.model import Fingerprint
 from sparsekv.plans.patterns import AShape, tokens
-from sparsekv.plans.phases import Offload
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, Offload
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.pays import Pays, Thresholds
 from sparsekv.runtime.engine_plan import EngineModel
@@ -188,6 +188,8 @@ def test_a_step_in_which_nothing_chooses_is_told_and_counted_as_any_other(
     model: Any, plan: Plan, tmp_path: Path, seed: int
 ) -> None:
     source = random.Random(seed)
+    buckets = (DecodeBucket(up_to=300, segments=(segment(0, (1,), 64),)), DecodeBucket(up_to=None, dense=True))
+    plan = plan.model_copy(update={"decode": DecodePlan(lengths=buckets)})
     host, counted = start(model, plan, tmp_path, sparse="always"), Counters()
     assert host.decode is not None
     host.dense_graphs = source.random() < 0.7
@@ -204,7 +206,7 @@ def test_a_step_in_which_nothing_chooses_is_told_and_counted_as_any_other(
     tokens_of_step = decoded_dense(host, common, graph_rows)
     seen = [range(length, length + 1) for length, prompt in zip(lengths, prompts, strict=True) if not prompt]
     at = (of_graphs if graph_rows else launched).at(rows)
-    may_choose = at is not None and any(length > 64 and length >= at for length in lengths)  # the plan's from 65 on
+    may_choose = at is not None and any(300 >= length > 64 and length >= at for length in lengths)
     assert (tokens_of_step is None) == (may_choose or (graph_rows > 0 and not host.dense_graphs))
     if tokens_of_step is not None:
         host.decode.count(seen, counted, at)
