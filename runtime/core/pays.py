@@ -4,17 +4,19 @@ of a draft pay that dense attention verifies (docs/exact.md).
 A host measures both for a few sizes of step, before the first prompt, and keeps the thresholds: a chunk or a decode
 step with at least so many rows is sparse from that context on. More rows never raise a threshold, as they share an
 index or the launches of a step. Contexts to choose from are powers of sqrt(2), the first behind a plan's dense
-lengths and the longest, so that noise of a few percent moves a threshold to a neighbour at most.
+lengths and the longest, so that noise of a few percent moves a threshold to a neighbour at most. A plan computes
+another share in each bucket of lengths: sparse is faster in every bucket from the threshold on.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 from sparsekv.plans.brief import DRAFTS, tokens_a_cycle
 from sparsekv.plans.errors import UsageError
@@ -70,10 +72,6 @@ class Pays:
 
     def of_decode(self, captured: bool) -> Thresholds:
         return self.decode if captured or self.mixed is None else self.mixed
-
-    def decode_at(self, requests: int, captured: bool) -> int | None:
-        """See `Thresholds.at`."""
-        return self.of_decode(captured).at(requests)
 
     def __str__(self) -> str:
         """As `parse` reads it, such as `prefill=18kx512,8kx4k decode=40kx1,11kx4 mixed=64kx4`."""
@@ -147,16 +145,18 @@ def measure(
     lengths: Sequence[int],
     gain: Gain,
     *,
+    bounds: Sequence[int] = (),
     margin: float = 1.0,
     until: Clock | None = None,
     hint: Thresholds = EVERYWHERE,
 ) -> Thresholds:
-    """Finds the threshold of each size, the largest size first, from short contexts to long ones: a long one takes many
-    times as long to time.
+    """Finds the threshold of each size, the largest size first; in each bucket, the last first, from short contexts to
+    long ones: a long one takes many times as long to time.
 
     Args:
         lengths: contexts to choose from, ascending.
         gain: measures; a size with more rows than the context is never asked.
+        bounds: the longest context of every bucket but the last.
         margin: the gain from which sparse is taken.
         until: seconds that are left; sizes whose turn comes later are dense.
         hint: of sizes that cannot be measured at any context.
@@ -168,13 +168,20 @@ def measure(
             break
         at = [length for length in lengths if length >= max(least, size)]
         gains: list[float] = []
-        position = _first(at, partial(_gains, gain, margin, size, gains))
-        hinted = hint.at(size) if gains and all(map(math.isnan, gains)) else None
-        if position is None and hinted is None:
-            break  # nor does any smaller step gain
-        # At the shortest context that so many rows can have, nothing is said of shorter ones.
-        least = max(least, hinted or 0) if position is None else at[position] if position else least
-        thresholds.append((size, least if position is None else at[position]))
+        first: int | None = None
+        for bucket in reversed([[*part] for _, part in groupby(at, partial(bisect_left, bounds))]):
+            asked, position = len(gains), _first(bucket, partial(_gains, gain, margin, size, gains))
+            first = first if position is None else bucket[position]
+            if position != 0 and not all(map(math.isnan, gains[asked:])):
+                break  # nor do shorter contexts gain
+        if first is None:
+            hinted = hint.at(size) if gains and all(map(math.isnan, gains)) else None
+            if hinted is None:
+                break  # nor does any smaller step gain
+            first = least = max(least, hinted)
+        elif first > at[0]:  # the shortest context that so many rows can have says nothing of shorter ones
+            least = first
+        thresholds.append((size, first))
     return _descending(reversed(thresholds))
 
 
@@ -185,8 +192,6 @@ def _gains(gain: Gain, margin: float, size: int, gains: list[float], length: int
 
 def _first(lengths: Sequence[int], is_faster: Callable[[int], bool]) -> int | None:
     """The position of the first length at which sparse is faster, taken to be so at all longer ones."""
-    if not lengths:
-        return None
     low, high, last = 0, 0, len(lengths) - 1
     while not is_faster(lengths[high]):
         if high == last:

@@ -34,6 +34,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from sparsekv import __version__
+from sparsekv.kernels.decode.selection import ALL
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
 from sparsekv.plans.errors import SparseKVError
@@ -129,6 +130,7 @@ _NEAR = 0.1  # of the share on calibration prompts, over the heads of a layer
 _LEAST = 1e-6  # share that is as good as none
 _MARGIN = 1.02  # the noise of a measurement
 _PREFILL_SHARE, _DECODE_SHARE = 0.7, 0.9  # of the time to measure, until prefill and decode are
+_BUSY = 2.0  # times as long as launches in a warm-up takes a step the program, beside what else the host runs
 _PRODUCTS = 12  # of a layer, each of E by F weights: 4 of attention, 8 of a gated feed-forward layer of 8/3 E
 
 HeadShares = tuple[float, float]
@@ -216,13 +218,14 @@ class TimedLayers(ABC):
         if layer is not None and not self.place.computed:  # random keys would be computed at another share than prompts
             prefill = self.program.hint.prefill
         elif layer is not None:
-            gain, until = partial(self.prefill_gain, layer), partial(left, _PREFILL_SHARE)
-            prefill = measure(rows, lengths, gain, margin=_MARGIN, until=until, hint=self.program.hint.prefill)
+            thresholds = partial(measure, bounds=layer.bounds, margin=_MARGIN, until=partial(left, _PREFILL_SHARE))
+            prefill = thresholds(rows, lengths, partial(self.prefill_gain, layer), hint=self.program.hint.prefill)
         if self.program.sparse:
-            rows, lengths = self._decode_sizes
-            decode = measure(rows, lengths, self.decode_gain, margin=_MARGIN, until=partial(left, _DECODE_SHARE))
+            bounds = next((segment.bounds for segment in self.program.segments), ())
+            thresholds = partial(measure, *self._decode_sizes, bounds=bounds, margin=_MARGIN)
+            decode = thresholds(gain=self.decode_gain, until=partial(left, _DECODE_SHARE))
             if self.mixes:  # mostly from times that are known
-                mixed = measure(rows, lengths, self.mixed_gain, margin=_MARGIN, until=partial(left, 1.0))
+                mixed = thresholds(gain=self.mixed_gain, until=partial(left, 1.0))
         return Pays(prefill, decode, mixed), reached
 
     def compile(self) -> None:
@@ -240,7 +243,14 @@ class TimedLayers(ABC):
 
     @property
     def _typical(self) -> LayerProgram | None:
-        return _typical(self.program.layers, self.place.longest)
+        """The layer whose budgets are the median of those that are sparse; None where none is."""
+        longest = self.place.longest
+
+        def budget(layer: LayerProgram) -> int:
+            return sum(pattern.tile_tokens(longest) for pattern in layer.patterns_at(longest))
+
+        sparse = sorted((layer for layer in self.program.layers if layer.patterns_at(longest)), key=budget)
+        return sparse[len(sparse) // 2] if sparse else None
 
     @property
     def _prefill_sizes(self) -> tuple[list[int], list[int]]:
@@ -256,10 +266,11 @@ class TimedLayers(ABC):
 
     @property
     def _decode_sizes(self) -> tuple[list[int], list[int]]:
-        """Rows of steps, and contexts."""
-        shortest = min(layer.role.dense_up_to for layer in self.program.sparse) + 1
+        """Rows of steps, and contexts at which a layer may choose."""
+        segments, longest = self.program.segments, self.place.longest
         rows = [rows for rows in (*_DECODE_ROWS, self.place.rows) if rows <= self.place.rows]
-        return rows, sorted({*contexts(shortest, self.place.longest), self.place.longest})
+        lengths = {*contexts(min(layer.role.dense_up_to for layer in self.program.sparse) + 1, longest), longest}
+        return rows, sorted(n for n in lengths if not segments or any(part.count(n) != ALL for part in segments))
 
     def alike(
         self, layer: LayerProgram, q_BHTD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, scale: float
@@ -297,28 +308,26 @@ class TimedLayers(ABC):
     def layer_gain(self, dense: Launch, sparse: Launch, x_TE: torch.Tensor) -> float:
         """Dense time over sparse time of a layer: attention, and products as of its projections, whose time on the
         device hides that of the program, which an index takes more of. The program has more to do for a layer, of
-        which several chunks of a step share all but their attention: the smaller gain of one chunk and of many.
-        `x_TE` has as many numbers a row as the heads."""
+        which several chunks of a step share all but their attention: the smaller gain of many chunks and of one, for
+        which a busy program may take longer than the device. `x_TE` has as many numbers a row as the heads."""
         rows, width = x_TE.shape
         new = partial(torch.empty, dtype=x_TE.dtype, device=x_TE.device)
         w_EF, out_TF = (new(size, width * self.program.rank.count) for size in (width, rows))
         w_EF.normal_()
 
-        def layer(attention: Launch, program_us: float) -> object:
-            attended, until = attention(), time.perf_counter() + 1e-6 * program_us
+        def layer(attention: Launch) -> object:
+            attended = attention()
             for _ in range(_PRODUCTS):
                 torch.mm(x_TE, w_EF, out=out_TF)
-            while time.perf_counter() < until:
-                pass
             return attended
 
-        gains: list[float] = []
-        for program_us in dict.fromkeys((self.program_us, 0.0)):
-            if not gains or gains[0] > 1:  # else one is known to be slower
-                launches = [partial(layer, attention, program_us) for attention in (dense, sparse)]
-                dense_us, sparse_us = self.timers.launched(launches, x_TE.device)
-                gains.append(dense_us / sparse_us)
-        return min(gains)
+        many = self.timers.launched([partial(layer, attention) for attention in (dense, sparse)], x_TE.device)
+        gain = many[0] / many[1]
+        if gain > 1 and self.program_us:
+            issued = self.timers.issued((dense, sparse), x_TE.device)
+            one = [max(us, _BUSY * (self.program_us + own)) for us, own in zip(many, issued, strict=True)]
+            gain = min(gain, one[0] / one[1])
+        return gain
 
     @property
     def kinds(self) -> list[tuple[LayerProgram, int]]:
@@ -332,16 +341,6 @@ class TimedLayers(ABC):
         ours = sum(us * count for us, count in zip(times[1:], counts, strict=True))
         layers = len(self.program.attending)
         return layers * dense, ours + (layers - sum(counts)) * dense
-
-
-def _typical(layers: Sequence[LayerProgram], longest: int) -> LayerProgram | None:
-    """The layer whose budgets are the median of those that are sparse; None where none is."""
-
-    def budget(layer: LayerProgram) -> int:
-        return sum(pattern.tile_tokens(longest) for pattern in layer.patterns_at(longest))
-
-    sparse = sorted((layer for layer in layers if layer.patterns_at(longest)), key=budget)
-    return sparse[len(sparse) // 2] if sparse else None
 
 
 def head_shares(index: TileIndex, chunk: Chunk) -> list[HeadShares]:
@@ -368,6 +367,7 @@ def _scaled(pattern: Pattern, length: int, wanted: HeadShares, computed: HeadSha
 _LONGEST_WAIT = 60.0  # seconds for another engine's measurement
 _MAX_BYTES = 1 << 16
 
+_FORM = 5  # of a rule and of what is timed for it
 _KERNEL_PACKAGES = ("triton", "flash-attn-4")
 
 RuleKey = Mapping[str, str | int]
@@ -390,6 +390,7 @@ def rule_key(
         "cuda": str(torch.version.cuda),
         "torch": torch.__version__,
         "sparsekv": __version__,
+        "form": _FORM,
         **{name: _installed(name) for name in _KERNEL_PACKAGES},
     } | of_host
 

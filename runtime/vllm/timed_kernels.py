@@ -34,7 +34,6 @@ Made = TypeVar("Made")
 
 _SECONDS = 5.0
 _SHORT = 128  # tokens: nothing chooses among so few
-_FORM = 4  # of a rule and of what is timed for it
 _MOST_TEXT = 1024  # bytes of a rule
 _FINITE = 0x7F  # bytes below it are numbers in e4m3
 _MOST_BYTES = 1 << 31  # of pages, many times a device's cache; more rows share them in another order
@@ -135,7 +134,7 @@ class EngineLayers(TimedLayers):
             self.costs[rows] = 0.0
         elif rows not in self.costs:
             short, idle = self._step_us(rows, min(_SHORT, length), None)
-            dense, sparse = self._step_us(rows, self.place.longest, 0)
+            dense, sparse = self._step_us(rows, self._decode_sizes[1][-1], 0)
             least = max(0.0, idle - short)
             self.costs[rows] = least if dense - sparse > least else None
         cost = self.costs[rows]
@@ -265,7 +264,7 @@ def measured_rule(host: EngineHost, device: torch.device, size: int, scales: Sca
     layers = EngineLayers(host.program, place, Timers(), host, device, size, scales, softmax)
     key = rule_key(
         device, device_name(device), layers.dtype, host.backend, scales is not None, host.model,
-        page=vllm.platform.page, ranks=layers.ranks, vllm=vllm.release, queries=host.queries, form=_FORM,
+        page=vllm.platform.page, ranks=layers.ranks, vllm=vllm.release, queries=host.queries,
         graphs=host.captured is not None, both=host.holds_dense, **place.key,
     )  # fmt: skip
     file, measure = RuleFile(key, cache_folder()), partial(layers.rule, _SECONDS)

@@ -43,6 +43,21 @@ def test_the_threshold_is_the_first_context_that_gains_and_more_rows_never_raise
         assert all(gain_of(rows, length) < 1.0 for length in shorter)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_from_the_threshold_on_sparse_is_faster_in_every_bucket(seed):
+    """In each, from a length of its own on; other patterns may be slower again behind its end."""
+    source = random.Random(seed)
+    bounds = sorted(source.sample(LENGTHS[:-1], 3))
+    from_B = [source.choice((0, *LENGTHS)) for _ in range(4)]
+
+    def is_faster(tokens):
+        return tokens >= from_B[sum(tokens > bound for bound in bounds)]
+
+    rule = measure((512,), LENGTHS, lambda rows, tokens: 2.0 if is_faster(tokens) else 0.5, bounds=bounds)
+    slower = [tokens for tokens in LENGTHS if not is_faster(tokens)]
+    assert rule.at(512) == next((tokens for tokens in LENGTHS if tokens > max(slower, default=0)), None)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_twenty_noisy_measurements_give_each_size_at_most_two_neighbouring_thresholds(seed):
     rng = random.Random(seed)
@@ -101,14 +116,14 @@ def test_a_rule_of_another_form_is_refused(text):
 
 def test_decode_beside_prompts_has_thresholds_of_its_own():
     rule = parse("prefill=never decode=16kx1,8kx4 mixed=64kx4")
-    assert [rule.decode_at(rows, captured) for rows in (1, 4) for captured in (True, False)] == [
+    assert [rule.of_decode(captured).at(rows) for rows in (1, 4) for captured in (True, False)] == [
         16384,
         None,
         8192,
         65536,
     ]
     assert rule.told.endswith("from 16k tokens x 1, 8k tokens x 4; sparse decode beside prompts from 64k tokens x 4")
-    assert ALWAYS.decode_at(1, captured=False) == 0
+    assert ALWAYS.of_decode(False).at(1) == 0
 
 
 def test_a_step_is_sparse_from_where_as_many_of_its_requests_as_a_size_counts_are_so_long():

@@ -301,6 +301,15 @@ def test_a_change_of_patterns_is_no_context_to_choose_from_but_the_end_of_dense_
     assert chosen[0] == [201, 256, 363, 512, 725, 1024]
 
 
+def test_decode_is_timed_only_where_a_layer_chooses(model):
+    buckets = (*decode_lengths(LAST, 300).lengths[:1], DecodeBucket(up_to=600, segments=(LAST,)))
+    plan = DecodePlan(lengths=(*buckets, DecodeBucket(up_to=None, dense=True)))
+    work = work_on(model, None, lambda launches, device: [1.0, 0.5, 0.5])
+    work = replace(work, program=Program.of(None, plan, info_of(model)))
+    assert work._decode_sizes[1] == [363, 512]
+    assert work.rule(60.0)[0].decode == Thresholds((1,), (363,))
+
+
 def test_where_random_keys_never_reach_the_share_the_hint_decides(model, monkeypatch):
     monkeypatch.setattr(ModelLayers, "alike", lambda *_: None)
     work = work_on(model, None, lambda launches, device: [1.0, 1.0, 1.0])
