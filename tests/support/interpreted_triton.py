@@ -66,9 +66,9 @@ def _convert_impl(self: InterpreterBuilder, source: TensorHandle, kind: tl.dtype
 def _masked(access: Any, position: int) -> Any:
     """The interpreter keeps what it compares in the type of what is compared, and 3.9 takes no other mask than bool."""
 
-    def accessed(self: InterpreterBuilder, *args: Any) -> Any:
-        mask = TensorHandle(args[position].data.astype(np.bool_), tl.int1)
-        return access(self, *args[:position], mask, *args[position + 1 :])
+    def accessed(self: InterpreterBuilder, *args: Any, **named: Any) -> Any:
+        mask = TensorHandle(np.asarray(args[position].data).astype(np.bool_), tl.int1)  # a descriptor's is an array
+        return access(self, *args[:position], mask, *args[position + 1 :], **named)
 
     return accessed
 
