@@ -95,13 +95,15 @@ def lower(index: TileIndex, chunk: Chunk, *, window: int | None = None, list_den
         return lists
     device, masked = index.counts_BHT.device, lists.mask_block_idx_BHTE.shape[3]
     past_B, lengths_B = chunk.on_device(device)
+    # As many lanes wherever the chunk begins: else the first prompt of an engine would wait for a kernel of its own.
+    lanes = triton.next_power_of_2(2 * -(-index.tile.query // index.tile.key) + 2)
     with torch.cuda.device_of(index.counts_BHT):
         lists_kernel[(T, H, B)](
             index.tiles_BHTW.contiguous(), index.counts_BHT.contiguous(), index.dense_H.contiguous(), past_B,
             lengths_B, lists.full_block_cnt_BHT, lists.full_block_idx_BHTW, lists.mask_block_cnt_BHT,
             lists.mask_block_idx_BHTE,
             window or 0, H, T, index.tiles_BHTW.shape[3], lists.full_block_idx_BHTW.shape[3], masked,
-            TILE_M=index.tile.query, TILE_N=index.tile.key, MASKED=triton.next_power_of_2(masked),
+            TILE_M=index.tile.query, TILE_N=index.tile.key, MASKED=lanes,
             WINDOWED=window is not None, LIST_DENSE=list_dense,
             WRITE_FULL=lists.full_block_idx_BHTW is not index.tiles_BHTW, SCAN=128, num_warps=1,
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """Lowering an index to block lists, held against what each tile is: seen by every row, by some, or by none."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import flash_emulator
 import pytest
@@ -71,6 +72,17 @@ def test_lists_are_no_wider_than_they_have_to_be(past: int, window: int | None) 
     assert lists.mask_block_idx_BHTE.shape[3] <= crossed + (0 if window is None else 2)
     if window is None:  # the index's own memory
         assert lists.full_block_idx_BHTW is problem.index.tiles_BHTW
+
+
+def test_one_kernel_serves_chunks_wherever_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine compiles it in a chunk that ends the longest prompt, and a first one begins at a tile."""
+    options: list[dict[str, Any]] = []
+    launches = type("Launches", (), {"__getitem__": lambda self, grid: lambda *args, **given: options.append(given)})()
+    monkeypatch.setattr("sparsekv.kernels.prefill.flash.call.lists_kernel", launches)
+    for past in (0, 256, 77):
+        problem = draw(Case("x", past=(past,), lengths=(past + 700,), tile=SQUARE, share=0.3))
+        lower(problem.index, problem.chunk)
+    assert options == options[:1] * 3
 
 
 def test_a_dense_head_in_a_window_needs_no_list_of_every_tile() -> None:

@@ -84,6 +84,7 @@ def test_logits_are_bit_for_bit_those_of_single_launches(model, name, rows, unca
     assert plain.steps is None
     assert torch.equal(captured, single)
     assert handle.stats().decode_tokens_attended == plain.stats().decode_tokens_attended
+    assert (plain.stats().decode_share != 1) == (name != "dense")
 
 
 OTHERS = tuple(name for name in (*USUAL, *MORE, *HYBRIDS) if name not in (*TYPICAL, *OF_THEIR_OWN))
