@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from vllm_engine import TILE
 
 from sparsekv.plans.schema import Plan
+from sparsekv.runtime.core.pays import parse
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.vllm.settings import TO_HOST, store_name
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 PAGE, LENGTH, NEW = 16, 100_000, 32
+RULE = f"prefill=0x{TILE} decode=0x1"  # whatever a device measures: a tiny model gains nothing
 ROOM = 400  # pages beyond one document, so that a second one has to take those of the first
 SCRIPT = """
 import json, os, sys
@@ -43,7 +46,7 @@ if __name__ == "__main__":
             max_model_len={length} + 96, max_num_batched_tokens={step}, num_gpu_blocks_override={blocks},
             gpu_memory_utilization=0.3, enforce_eager=False,
             compilation_config={{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
-            additional_config={{"sparsekv": {{"plan": {plan!r}, "sparse": "always"}}}}, kv_transfer_config=transfer)
+            additional_config={{"sparsekv": {{"plan": {plan!r}, "sparse": {rule!r}}}}}, kv_transfer_config=transfer)
 
     def loaded(engine):
         name = "vllm:external_prefix_cache_hits"
@@ -80,7 +83,7 @@ def run(body: str, folder: Path, model: str, plan: Path, transfer: Any, document
     script = SCRIPT.format(
         support=str(Path(__file__).parents[1] / "support"), model=model, plan=str(plan), transfer=transfer, body=body,
         length=LENGTH, step=8192 if body == BACK else LENGTH + 96, new=NEW, asked=str(asked), out=str(out),
-        blocks=LENGTH // PAGE + ROOM, devices=min(2, torch.accelerator.device_count()),
+        rule=RULE, blocks=LENGTH // PAGE + ROOM, devices=min(2, torch.accelerator.device_count()),
     )  # fmt: skip
     subprocess.run([sys.executable, "-c", script], check=True)
     return json.loads(out.read_text())
@@ -119,7 +122,7 @@ def test_a_document_that_another_engine_prefilled_decodes_sparse(
     connector: str, reference: LoadedModel, plan: Plan, plan_file: Path, tmp_path: Path
 ) -> None:
     nixl = connector == "NixlConnector"
-    options = {} if nixl else {"shared_storage_path": str(tmp_path / store_name(plan))}
+    options = {} if nixl else {"shared_storage_path": str(tmp_path / store_name(plan, parse(RULE)))}
     transfer = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": options}
     remote = {"do_remote_decode": True, "do_remote_prefill": False} if nixl else None
     body, asked = HANDED_OVER.format(remote=remote), documents(1 if nixl else 2)  # the last rows are computed again
