@@ -168,6 +168,8 @@ class PrefillRuns:
             start = time.perf_counter()
             at = 0
             switch, chunk = rope_switch(self.model.config), self.bench.chunk if way == SPARSE else None
+            if handle and chunk and not handle.pays.prefill.pays(chunk, length):  # the cut is of sparse attention
+                chunk = None
             for size in [length] if chunk is None else piece_sizes(length, chunk, switch):
                 piece = ids_1S[:, at : at + size]
                 self.model(piece, use_cache=True, logits_to_keep=1, **cache_inputs(self.model, cache, piece))

@@ -60,6 +60,16 @@ def test_a_row_has_both_times_the_density_and_every_way_to_run_dense(subject, pl
     assert pieces.density == pytest.approx(data["density"])
 
 
+@pytest.mark.parametrize(("sparse", "sizes"), [("always", {256}), ("never", {512})])
+def test_a_prompt_that_is_dense_throughout_is_not_cut(subject, plan, sparse, sizes):
+    seen = set()
+    note = subject.model.model.layers[0].register_forward_pre_hook(lambda layer, args: seen.add(args[0].shape[1]))
+    runs = PrefillRuns(subject.model, plan, PrefillBench(lengths=(512,), chunk=256, sparse=sparse))
+    runs.run(SPARSE, runs.prompt(512))
+    note.remove()
+    assert seen == sizes
+
+
 @pytest.mark.parametrize(("fits", "ran_whole"), [(True, OURS), (False, THEIRS)])
 def test_of_a_very_long_prompt_the_way_that_is_fastest_on_a_part_and_runs_on_all_is_timed(
     subject, plan, changed, fits, ran_whole

@@ -184,6 +184,7 @@ def test_dense_layers_go_to_flash_attn_from_the_rows_on_that_pay(monkeypatch: py
         return backends.dense_by_flash(q_BHSD, k_BGKD, k_BGKD, Chunk((past,), (past + rows,)), backend=name)
 
     assert goes(0, whole)
+    assert goes(0, 16384 - 128)  # a prompt of 16K that leaves room for its answer
     assert not goes(0, whole - 1)
     assert goes(7, chunk)
     assert not goes(7, chunk - 1)
