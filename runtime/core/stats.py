@@ -54,12 +54,6 @@ class RunStats:
         """Tokens fetched from host memory over tokens chosen there; None before the first such step."""
         return self.host_tokens_fetched / self.host_tokens_chosen if self.host_tokens_chosen else None
 
-    @property
-    def misses_a_step(self) -> float | None:
-        """Tokens that one layer fetches in one step, all batch rows together; None before the first such step. Where KV
-        heads choose for themselves, each of them counts: a token that two heads fetch counts twice."""
-        return self.host_tokens_fetched / self.host_steps if self.host_steps else None
-
 
 _MOST_COUNTS = 512  # tensors of a few numbers
 

@@ -2,8 +2,9 @@
 
 The scheduler, its pages, and the requests that it cuts, shares, forks, offloads or computes again stay transformers'.
 A pass of its loop has the rows of all requests one after another. Chunks of prompts attend one by one, as in a batch of
-one row; rows that decode attend together, from the pages. Layers with a sliding window have no more than it in pages,
-and attend to all of that.
+one row; rows that decode attend together, from the pages: no key is read back, and nobody lists where keys are. Steps
+of nothing but decode have the loop's block table, and are captured by it on a GPU. Layers with a sliding window have no
+more than it in pages, and attend to all of that; models with such layers have no block table.
 
 Shapes: T rows of a pass, R requests, B of them decode, H query heads, G KV heads, N pages in memory, S tokens of a
 page, P pages of a request, K tokens of a request, D head size.
@@ -24,15 +25,17 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from sparsekv.kernels.backends import decode_attention
+from sparsekv.kernels.backends import decode_attention, summary
 from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import PlanWarning, UnsupportedError
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, count_step
+from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import PACKED, Attachment, Engine, LayerCall, Pass, Phase
 from sparsekv.runtime.hf.describe import config_of, decoder_of
+from sparsekv.runtime.hf.graphs import GraphWarning, can_capture
 from sparsekv.runtime.hf.plan_engine import PlanEngine
 from sparsekv.runtime.model_config import rope_switch
 from sparsekv.runtime.paged.step_rows import DecodeHost, DecodeRows
@@ -40,6 +43,7 @@ from sparsekv.runtime.plan_checks import Host, refuse
 
 _KEPT_MANAGER = "_cached_continuous_batching_manager"  # where transformers keeps one for the next call
 _WINDOWED = "sliding_attention"
+_WARM_UP = "__warmup_"  # names of requests that transformers makes up begin so
 _HAS_PAGES = find_spec("transformers.generation.continuous_batching.cache_allocators") is not None
 
 
@@ -48,28 +52,25 @@ class Batches:
 
     def __init__(self, attached: Attachment, engine: Engine) -> None:
         self._attached, self._engine = attached, engine
-        self._started: list[tuple[weakref.ref[Any], BatchEngine]] = []
+        self._started: weakref.WeakKeyDictionary[Any, BatchEngine] = weakref.WeakKeyDictionary()
 
     def start(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The manager that `init_continuous_batching` makes, without passes that transformers captures or compiles, nor
-        the next one's preparation beside one under way: rows and pages of a pass are known to the host alone."""
+        """The manager that `init_continuous_batching` makes, without passes that transformers compiles, nor the next
+        one's preparation beside one under way: rows that prefill are known to the host alone."""
         engine = self._engine
         model: Any = self._attached.model
         if not isinstance(engine, PlanEngine):
             raise UnsupportedError("expected a plan for continuous batching, found a model that is observed")
         check_batching(engine, model)
-        self._started = [(manager, batch) for manager, batch in self._started if manager() is not None]
         cached = vars(model).get(_KEPT_MANAGER)
-        if cached is not None and all(manager() is not cached for manager, _ in self._started):
+        if cached is not None and cached not in self._started:
             model.destroy_cached_continuous_batching_manager()  # of another plan, or of none
             cached = None
         config_of(model)._attn_implementation = PACKED
         manager = init(*args, **kwargs)
         if manager is not cached:
-            batching = manager.continuous_batching_config
-            batching.use_cuda_graph, batching.use_async_batching = (False, False), False
-            batching.varlen_compile_config = batching.decode_compile_config = None
-            self._started.append((weakref.ref(manager), BatchEngine(engine, batching.max_requests_per_batch)))
+            self._started[manager] = batch = BatchEngine(engine, manager.continuous_batching_config)
+            manager._create_batch_processor = partial(batch.processor_of, weakref.ref(manager))
         return manager
 
     def have(self, inputs: Mapping[str, Any]) -> bool:
@@ -79,27 +80,22 @@ class Batches:
     def begin(self, inputs: dict[str, Any]) -> Pass | None:
         """The pass of a manager's loop; None for any other. Its inputs are changed so that the cache reads nothing back
         of layers whose pages are read here."""
-        if (begun := self._of(inputs)) is None:
+        if (batch := self._of(inputs)) is None:
             return None
-        batch, processor = begun
-        batch.begin_pass(processor.cache, processor.inputs_and_outputs.requests_in_batch)
-        read = zip(processor.cache.cache_allocators, inputs["read_index"], strict=True)
+        batch.begin_pass(batch.requests, inputs)
+        read = zip(batch.cache.cache_allocators, inputs["read_index"], strict=True)
         inputs["read_index"] = [index if kind == _WINDOWED else index[:0] for kind, index in read]
         return Pass(batch, Phase.PREFILL, None, self._attached.shapes)
 
-    def _of(self, inputs: Mapping[str, Any]) -> tuple[BatchEngine, Any] | None:
-        """The engine and the batch processor of a loop with the cache of these inputs."""
-        cache = inputs.get("cache") if self._started else None
-        for manager, batch in self._started if cache is not None else ():
-            processor = getattr(manager(), "batch_processor", None)
-            if processor is not None and processor.cache is cache:
-                return batch, processor
-        return None
+    def _of(self, inputs: Mapping[str, Any]) -> BatchEngine | None:
+        """The engine of a loop with the cache of these inputs."""
+        cache, batches = inputs.get("cache"), self._started.values()
+        return next((batch for batch in batches if cache is not None and batch.cache is cache), None)
 
     def close(self) -> None:
         """Ends the loops: without the plan they would attend by an implementation that knows nothing of theirs."""
         model: Any = self._attached.model
-        for manager in filter(None, [manager() for manager, _ in self._started]):
+        for manager in list(self._started):
             if manager.is_running():
                 manager.stop(hard_stop=True)
         if self._started:
@@ -121,83 +117,148 @@ class Rows:
 class DecodeTokens:
     """The rows of a pass that decode, one a request."""
 
-    row_B: torch.Tensor  # int64: their numbers in the pass
+    row_B: torch.Tensor | slice  # their numbers in the pass, int64
     lengths_B: torch.Tensor  # int32, as all that follows
     table_BP: torch.Tensor | None
     chosen: DecodeRows | None  # where some may choose
-    window_lengths_B: torch.Tensor
-    window_BK: torch.Tensor  # keys in layers with a sliding window, as pages of one token
+    window_lengths_B: torch.Tensor | None = None
+    window_BK: torch.Tensor | None = None  # keys in layers with a sliding window, as pages of one token
 
 
 class BatchEngine(Engine):
     """Attention of one manager's passes by the plan of an engine."""
 
-    def __init__(self, engine: PlanEngine, requests: int) -> None:
+    def __init__(self, engine: PlanEngine, batching: Any) -> None:
+        """Sets what a manager's configuration leaves to whoever runs its passes."""
         super().__init__()
-        self._engine, self._device, self._requests = engine, engine.device, requests
-        self._longest = engine.paging.sizes.size.info.context_length
-        self._cache: Any = None
+        self._engine, self._device, self._most = engine, engine.device, batching.max_requests_per_batch
+        info = engine.paging.sizes.size.info
+        self._longest, has_table = info.context_length, all(group.kind != "sliding" for group in info.attention)
+        self._captures = (
+            has_table and can_capture(self._device, engine.decode_backend) and batching.cuda_graph_booleans[1]
+        )
+        batching.use_cuda_graph, batching.use_async_batching = (False, self._captures), False
+        batching.varlen_compile_config = batching.decode_compile_config = None
+        batching.max_blocks_per_request = has_table * -(-self._longest // batching.page_size)
+        self.cache: Any = None
+        self.requests: Sequence[Any] = ()  # (`FutureRequestState`) of the pass under way, in the order of their rows
         self._host: DecodeHost | None = None
+        self._meter = engine.meter
+        self._least: int | None = None
+        self._graphs: dict[int | None, Any] = {}  # of steps, by the context from which rows choose in them
+        self._slot_T: torch.Tensor | None = None  # int64: where the keys of a pass go, if nobody has put them there
         self._prompts: tuple[Rows, ...] = ()
         self._decode: DecodeTokens | None = None
 
-    def begin_pass(self, cache: Any, requests: Sequence[Any]) -> None:
-        """Starts a pass over these requests (`FutureRequestState`), in the order of their rows."""
-        if self._cache is not cache:
-            self._cache = cache
-            self._engine.check_cut(cache.max_batch_tokens, self._longest)
-            program = self._engine.program
-            if program.sparse:  # of requests as long as the cache, which may be longer than the model's context
-                room = (self._requests, cache.max_tokens_read, self._device)
-                self._host = DecodeHost(program, self._engine.decode_backend, *room)
-        chunks = [_chunk_of(request) for request in requests]
+    def processor_of(self, manager: weakref.ref[Any]) -> Any:
+        """The batch processor that a manager makes. Its loop calls a pass here; what is captured, it then replays."""
+        this: Any = manager()
+        processor = type(this)._create_batch_processor(this)
+        if self.cache is processor.cache:
+            return processor
+        self.cache, engine = processor.cache, self._engine
+        engine.check_cut(self.cache.max_batch_tokens, self._longest)
+        if engine.program.sparse:  # of requests as long as the cache, which may be longer than the model's context
+            room = (self._most, self.cache.max_tokens_read, self._device)
+            self._host = DecodeHost(engine.program, engine.decode_backend, *room)
+        processor.model_runner.compute_batch = partial(self._compute, weakref.ref(processor))
+        for kind, allocator in self.cache.cache_allocators.items():
+            if kind != _WINDOWED:  # a list of every cached token takes the host longer than a step
+                allocator.get_read_indices = lambda *request: ()
+        return processor
+
+    def _compute(self, of: weakref.ref[Any], model: Any, inputs: dict[str, Any]) -> None:
+        """Runs a pass, or replays it: where all rows decode."""
+        processor: Any = of()
+        runner, io = processor.model_runner, processor.inputs_and_outputs
+        self.requests = io.requests_in_batch
+        warms_up = any(request.state.request_id.startswith(_WARM_UP) for request in self.requests)
+        self._meter = Meter() if warms_up else self._engine.meter
+        lengths = [request.state.position_offset for request in self.requests if _decodes(request)]
+        self._least = self._engine.pays.decode.least(lengths)
+        self._count(lengths)
+        io.graphs = self._graphs.setdefault(self._least if self._chooses(lengths) else None, type(io.graphs)())
+        runner.use_cuda_graph_decode = self._captures and len(lengths) == len(self.requests)
+        run = partial(type(runner).compute_batch, runner, model, inputs)
+        try:
+            run()
+        except Exception as error:
+            if not runner.use_cuda_graph_decode:
+                raise
+            self._captures = runner.use_cuda_graph_decode = False
+            warnings.warn(f"decode steps are not captured: {summary(error)}", GraphWarning, 2)
+            run()
+
+    def _chooses(self, lengths: Sequence[int]) -> bool:
+        return self._host is not None and self._host.chooses(lengths, self._least)
+
+    def begin_pass(self, requests: Sequence[Any], inputs: Mapping[str, Any]) -> None:
+        decodes, self._slot_T = list(map(_decodes, requests)), None
+        chunks = list(map(_chunk_of, requests))
+        if inputs.get("block_table") is not None:  # one row a request, and padding
+            self._prompts, self._decode = (), self._of_table(inputs, [chunk.longest for chunk in chunks])
+            if all(decodes):
+                return
         starts = accumulate((request.query_length for request in requests), initial=0)
         tokens = [slice(first, end) for first, end in pairwise(starts)]
-        tables = _tables_of(cache, [request.state.request_id for request in requests], self._device)
-        rows = list(map(Rows, tokens, chunks, _windows_of(cache, chunks), tables))
-        decodes = [bool(request.state.generated_tokens) for request in requests]  # a last piece of a prompt has none
+        tables = _tables_of(self.cache, [request.state.request_id for request in requests], self._device)
+        rows = list(map(Rows, tokens, chunks, _windows_of(self.cache, chunks), tables))
         self._prompts = tuple(row for row, is_decode in zip(rows, decodes, strict=True) if not is_decode)
         decoding = [row for row, is_decode in zip(rows, decodes, strict=True) if is_decode]
         self._decode = self._decode_tokens(decoding) if decoding else None
 
+    def _of_table(self, inputs: Mapping[str, Any], lengths: Sequence[int]) -> DecodeTokens:
+        """The rows of a step, and the places of its keys, from tensors alone where it is captured."""
+        (allocator,), chosen = self.cache.cache_allocators.values(), None
+        lengths_B, page = inputs["cu_seq_lens_k"][allocator.layer_type].diff(), allocator.tokens_per_page
+        table_BP, newest_B = inputs["block_table"][allocator.index], (lengths_B - 1).clamp_(min=0).long()
+        slot_B = table_BP.gather(1, newest_B[:, None] // page)[:, 0] * page + newest_B % page
+        self._slot_T = torch.where(lengths_B > 0, slot_B, allocator.write_trash_index)
+        if self._host is not None and self._chooses(lengths):
+            table_BP = table_BP if self._captures else table_BP[:, : -(-max(lengths) // page)]
+            chosen = self._host.begin(lengths_B, (), table_BP, None, self._least)
+        return DecodeTokens(slice(None), lengths_B, table_BP, chosen)
+
     def _decode_tokens(self, rows: Sequence[Rows]) -> DecodeTokens:
-        engine, lengths = self._engine, [row.chunk.longest for row in rows]
+        lengths = [row.chunk.longest for row in rows]
         on_device = partial(torch.tensor, dtype=torch.int32, device=self._device)
         lengths_B = on_device(lengths)
         tables = [row.table_P for row in rows if row.table_P is not None]
         table_BP = torch.stack(tables) if tables else None
-        least = engine.pays.decode.least(lengths)
         chosen = None
-        if self._host is not None and table_BP is not None and self._host.chooses(lengths, least):
-            chosen = self._host.begin(lengths_B, (), table_BP, None, least)
-        self._count(lengths, least)
+        if self._host is not None and table_BP is not None and self._chooses(lengths):
+            chosen = self._host.begin(lengths_B, (), table_BP, None, self._least)
         windows = [range(row.window.start, row.window.stop) for row in rows]
         widest = max(map(len, windows))
         window_BK = on_device([[*window, *[0] * (widest - len(window))] for window in windows])
         row_B = torch.tensor([row.tokens.start for row in rows], device=self._device)
         return DecodeTokens(row_B, lengths_B, table_BP, chosen, on_device(list(map(len, windows))), window_BK)
 
-    def _count(self, lengths: Sequence[int], least: int | None) -> None:
-        engine, long = self._engine, [length for length in lengths if least is not None and length >= least]
+    def _count(self, lengths: Sequence[int]) -> None:
+        program, least = self._engine.program, self._least
+        long = [length for length in lengths if least is not None and length >= least]
         left = [False] * len(long) if self._host is None else self._host.without_room(long)
         dense = [length for length in lengths if least is None or length < least]
         chosen = [length for length, is_dense in zip(long, left, strict=True) if not is_dense]
-        count_step(engine.program, chosen, engine.meter)
-        count_step(engine.program.dense_in_decode, [*dense, *compress(long, left)], engine.meter)
+        count_step(program, chosen, self._meter)
+        count_step(program.dense_in_decode, [*dense, *compress(long, left)], self._meter)
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """[1, H, T, D]: attention of all rows of the pass. Keys and values of the call are those of its tokens, or all
         that a layer with a sliding window has for them."""
-        layer, allocator = self._engine.program.layers[call.layer], self._cache.layer_to_allocator[call.layer]
+        layer, allocator = self._engine.program.layers[call.layer], self.cache.layer_to_allocator[call.layer]
         pages = None
         if allocator.layer_type != _WINDOWED:
             k_NSGD, v_NSGD = allocator.get_cache_for_block_table(call.layer)
+            if self._slot_T is not None:
+                for x_NSGD, new_BGTD in ((k_NSGD, call.k_BGSD), (v_NSGD, call.v_BGSD)):
+                    x_NSGD.flatten(0, 1).index_copy_(0, self._slot_T, new_BGTD[0].transpose(0, 1))
             pages = k_NSGD.transpose(1, 2), v_NSGD.transpose(1, 2)
-        out_BHTD = torch.empty_like(call.q_BHSD)
+        out_BHTD = (torch.zeros_like if self._captures else torch.empty_like)(call.q_BHSD)  # with rows of padding
         for rows in self._prompts:
             out_BHTD[:, :, rows.tokens] = self._prefill(layer, call, rows, pages)
         if self._decode is not None:
-            out_BHTD[0, :, self._decode.row_B] = self._step(layer, call, self._decode, pages).transpose(0, 1)
+            self._step(layer, call, self._decode, pages, out_BHTD[0].transpose(0, 1))
         return out_BHTD
 
     def _prefill(
@@ -214,16 +275,18 @@ class BatchEngine(Engine):
         if not engine.pays.prefill.pays(chunk.rows[0], chunk.longest):
             layer = layer.without_patterns
         seen, q_BHTD = replace(full_view(k_BGKD, v_BGKD), softmax=call.softmax), call.q_BHSD[:, :, rows.tokens]
-        return prefill(layer, q_BHTD, seen, chunk, scale=call.scale, fallback=engine.fallback, meter=engine.meter)
+        return prefill(layer, q_BHTD, seen, chunk, scale=call.scale, fallback=engine.fallback, meter=self._meter)
 
     def _step(
         self, layer: LayerProgram, call: LayerCall, decode: DecodeTokens,
-        pages: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:  # fmt: skip
-        """[B, H, D]: attention of the rows that decode: of those that choose, then of the others."""
-        q_BHD = call.q_BHSD[0].transpose(0, 1)[decode.row_B]
-        out_BHD, lengths_B, table_BP = torch.empty_like(q_BHD), decode.lengths_B, decode.table_BP
+        pages: tuple[torch.Tensor, torch.Tensor] | None, out_THD: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Attention of the rows that decode, into those of the pass: of those that choose, then of the others."""
+        q_BHD, is_all = call.q_BHSD[0].transpose(0, 1)[decode.row_B], isinstance(decode.row_B, slice)
+        out_BHD = out_THD if is_all else torch.empty_like(q_BHD)
+        lengths_B, table_BP = decode.lengths_B, decode.table_BP
         if pages is None:
+            assert decode.window_lengths_B is not None, "a block table of layers with a window"
             lengths_B, table_BP = decode.window_lengths_B, decode.window_BK
             k_TGD, v_TGD = call.k_BGSD[0].transpose(0, 1), call.v_BGSD[0].transpose(0, 1)
             pages = k_TGD[:, :, None], v_TGD[:, :, None]
@@ -234,7 +297,13 @@ class BatchEngine(Engine):
         attend = partial(decode_attention, q_BHD[:, :, None], keys, scale=call.scale, window=layer.window, out=out_BHQD)
         engine = self._engine
         engine.fallback.decode(lambda backend: attend(backend=backend), engine.decode_backend, self._device)
-        return out_BHD
+        if not is_all:
+            out_THD[decode.row_B] = out_BHD
+
+
+def _decodes(request: Any) -> bool:
+    """Returns whether a row of a request (`FutureRequestState`) decodes; a last piece of a prompt does not."""
+    return bool(request.state.generated_tokens) or request.state.request_id.startswith(f"{_WARM_UP}DECODING")
 
 
 def _chunk_of(request: Any) -> Chunk:

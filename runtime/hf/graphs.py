@@ -291,7 +291,7 @@ class StepGraphs:
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(ids_BQ.device):
             for store in stores:
                 store.prepare(max(lengths))
-            if self._captured is not None and self._captured.numbers_changed():
+            if self._captured is not None and self._captured.read_numbers() != self._captured.numbers:
                 self.release()
             needed, kinds = max(store.capacity for store in stores), tuple(store.step_rows() for store in stores)
             dtype = first_of(cache).dtype
@@ -409,15 +409,12 @@ class CapturedModel:
         self._tensors = [part for part in self._parts if isinstance(part, torch.Tensor)]
         self._addresses = self._look_where()
         self._kept = [tensor.untyped_storage() for tensor in self._tensors]
-        self._numbers = self._read_numbers()
+        self.numbers = self.read_numbers()
 
     def changed(self) -> bool:
         now = self._look()
         same = len(now) == len(self._parts) and all(map(is_, now, self._parts))
         return not same or self._look_where() != self._addresses
-
-    def numbers_changed(self) -> bool:
-        return self._read_numbers() != self._numbers
 
     def _look(self) -> list[object]:
         """All that a replay does not ask for again. Hooks and a forward of the decoder itself are called as always."""
@@ -435,5 +432,5 @@ class CapturedModel:
     def _look_where(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._tensors))
 
-    def _read_numbers(self) -> list[Any]:
+    def read_numbers(self) -> list[Any]:
         return [[pair for pair in vars(module).items() if type(pair[1]) in _NUMBERS] for module in self._modules]

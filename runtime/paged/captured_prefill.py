@@ -187,9 +187,6 @@ class CapturedPrefill:
         size = self._layout.head_dim
         return CapturedPrefill((layer,), self._fallback, self._views, size, *self._made_for, self._dtype, self._device)
 
-    def takes_rows(self, rows: int) -> bool:
-        return _TILE <= rows <= self._rows
-
     def _stop(self, reason: str) -> None:
         self.failed = reason
         said = f"no further chunk runs as a graph ({reason}): launches take the program longer, results stay"
@@ -207,7 +204,7 @@ class CapturedPrefill:
             pages: keys and values, the chunk's included, [N, G, S, D] each, of any strides.
         """
         patterns, rows = layer.patterns_at(chunk.longest), q_THD.shape[0]
-        if softmax.cap or not self.takes_rows(rows):
+        if softmax.cap or not _TILE <= rows <= self._rows:
             return None
         prepared = self._prepared.get(id(name))
         if prepared is None or prepared.name is not name:
