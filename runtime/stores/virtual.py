@@ -169,7 +169,7 @@ class VirtualStore(DeviceStore):
 
     def _count(self, tokens: int) -> None:
         super()._count(tokens)
-        is_announced = self.length < self._reserved <= self._capacity  # no more than that is to come
+        is_announced = self.length <= self._reserved <= self._capacity  # no more than that is to come
         if self._capacity - self.length < AHEAD and not is_announced and not self._asked:
             self.expect([length + 2 * AHEAD for length in self.lengths])
 

@@ -48,7 +48,7 @@ def test_the_last_announced_tokens_take_no_more_pages(model, pool):
     with torch.no_grad(), apply(model, plan_for(model, None, DECODE)) as handle:
         cache = handle.new_cache(128, 2, answer=8)
         model(random_tokens(2, 120), past_key_values=cache)
-        logits(model, cache, random_tokens(2, 7, 1))
+        logits(model, cache, random_tokens(2, 8, 1))
         assert pool.used == handle._memory.use(Request(120, 8, batch=2), Placement()).kv_device
 
 
