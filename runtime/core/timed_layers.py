@@ -261,7 +261,8 @@ class TimedLayers(ABC):
         buckets = zip(layer.bounds, pairwise(layer.patterns), strict=True)
         begins = (bound + 1 for bound, (before, behind) in buckets if behind and not before and bound < longest)
         lengths = [n for n in (*contexts(_SMALLEST_CHUNK, longest), *begins) if layer.patterns_at(n)]
-        rows = [_SMALLEST_CHUNK << (2 * power) for power in range(8)]
+        # Between 512 and 2K rows thresholds fall most, from beyond 100K tokens to a few thousand for 8B parameters.
+        rows = [_SMALLEST_CHUNK << power for power in (0, 2, 3, *range(4, 16, 2))]
         return [*(size for size in rows if size < step), step], sorted({*lengths, longest})
 
     @property

@@ -55,6 +55,14 @@ def test_nothing_is_chosen_between_several_plans_or_of_another_model(model, plan
     assert chosen_plan(plans, None) == plans / "a.yaml"
 
 
+def test_a_folder_of_plans_of_the_zoo_is_no_plan_and_says_which_it_holds(sparsekv, tmp_path):
+    for name in ("one", "two"):
+        write_plan(small_plan(), tmp_path / f"{name}.sparsekv.yaml")
+    done = sparsekv("show", tmp_path)
+    assert done.code == 2
+    assert "found one.sparsekv.yaml, two.sparsekv.yaml; name one" in done.err
+
+
 @pytest.mark.parametrize("name", ["", "model.gguf"])
 def test_the_plan_beside_a_gguf_file_is_its_plan(tmp_path, name):
     (tmp_path / "model.gguf").touch()
