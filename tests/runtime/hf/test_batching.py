@@ -27,6 +27,7 @@ PATTERNS = (
 )
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 20}
 KINDS = {"llama": {}, "qwen3": {}, "gpt_oss": WINDOWED, "gemma2": WINDOWED, "olmo2": {}}
+DEVICE = "cuda"
 TOLERANCE = 1e-3  # between logits: where the best two are this close, either token is right
 
 
@@ -201,6 +202,23 @@ def test_captured_steps_choose_as_others(model, captured):
         with apply(model, plan, sparse="prefill=0x1 decode=60x1") as handle:
             assert answers(model) == sparse
             assert handle.stats().decode_share == share < 1
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error::sparsekv.runtime.hf.graphs.GraphWarning")
+@pytest.mark.parametrize("rule", ["never", "prefill=0x1 decode=60x1"])
+def test_a_gpu_replays_steps_and_gives_the_tokens_of_those_that_are_launched(rule, cuts, monkeypatch):
+    model = tiny_model(head_dim=64).to(DEVICE)
+    plan, found = plan_for(model, None, decode_plan(segment(0, (1, 2), 8))), []
+    for captures in (batching.can_capture, lambda device, backend: False):
+        monkeypatch.setattr(batching, "can_capture", captures)
+        cuts.clear()
+        with apply(model, plan, sparse=rule):
+            found.append(answers(model))
+        found.append(sum(len(passes) for name, passes in cuts.items() if not name.startswith("__warmup")))
+    tokens, called, launched_tokens, launched = found
+    assert tokens == launched_tokens
+    assert called < launched
 
 
 def test_a_step_that_cannot_be_captured_runs_by_itself(model, unplanned, captured, monkeypatch):
