@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -199,8 +200,11 @@ Samples = dict[tuple[str, int], Sampled]
 
 
 def _of(file: CompareFile, method: str, at: str, length: int) -> Samples:
-    every = file.all(Sampled).values()
-    return {(one.task, one.number): one for one in every if (one.method, one.at, one.length) == (method, at, length)}
+    """The samples of a method; where a run was stopped, as many of each task as all tasks have, which weigh alike."""
+    every = (one for one in file.all(Sampled).values() if (one.method, one.at, one.length) == (method, at, length))
+    found = {(one.task, one.number): one for one in every}
+    least = min(Counter(task for task, _ in found).values(), default=0)
+    return {key: one for key, one in found.items() if key[1] < least}
 
 
 def _difference(one: Samples, other: Samples) -> tuple[float, Interval]:

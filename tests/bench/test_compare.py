@@ -136,6 +136,18 @@ def test_answers_that_end_before_a_step_tell_nothing_of_what_steps_read(retrieve
     assert {row.method: row.share for row in rows(file)} == {"dense": 1.0, OURS: 0.4}
 
 
+def test_tasks_weigh_alike_where_a_run_was_stopped(retriever: LoadedModel) -> None:
+    file, held = file_of(retriever, "prefill"), {"at": "0.3", "length": LENGTH}
+    file.add(Held(method=OURS, target=0.3, **held))
+    for task, count, score in (("vt", 2, 0.0), ("cwe", 8, 1.0)):
+        for number in range(count):
+            drawn = {"length": LENGTH, "task": task, "number": number, "kl": 0.0, "share": 0.3}
+            file.add(Sampled(method="dense", at="1", score=1.0, **drawn))
+            file.add(Sampled(method=OURS, at="0.3", score=score, **drawn))
+    dense, ours = rows(file)
+    assert (dense.score, ours.score, ours.samples) == (100.0, 50.0, 4)
+
+
 def test_a_ratio_of_divergences_is_paired_and_stands_beside_rounding(retriever: LoadedModel) -> None:
     file, held = file_of(retriever, "prefill"), {"at": "0.3", "length": LENGTH}
     file.add(Held(method=OURS, target=0.3, **held), Held(method="minference", target=0.3, **held))
