@@ -168,7 +168,8 @@ class PrefillRuns:
             start = time.perf_counter()
             at = 0
             switch, chunk = rope_switch(self.model.config), self.bench.chunk if way == SPARSE else None
-            if handle and chunk and not handle.pays.prefill.pays(chunk, length):  # the cut is of sparse attention
+            # The cut is of sparse attention.
+            if handle and chunk and not any(handle.pays.prefill.pays(rows, length) for rows in (chunk, length)):
                 chunk = None
             for size in [length] if chunk is None else piece_sizes(length, chunk, switch):
                 piece = ids_1S[:, at : at + size]

@@ -338,7 +338,7 @@ def plan_file(place: Path) -> Path:
         return beside
     if os.path.isdir(place) or is_alias(str(place)):
         if several := sorted(place.glob(f"*.{PLAN_NAME}")):
-            raise UsageError(f"{place}: expected one plan, found {', '.join(one.name for one in several)}; name one")
+            raise UsageError(f"{place}: expected {PLAN_NAME}, found {', '.join(one.name for one in several)}; name one")
         raise UsageError(
             f"{place}: expected a plan, found a model or folder without one; make it: sparsekv plan {place}"
         )

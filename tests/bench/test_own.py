@@ -288,6 +288,8 @@ def test_quantised_weights_are_measured_in_vllm_alone_into_a_file_of_their_own(
     assert "those of another" in asked(command, OwnFlags, **call).err
     refused = asked(command, OwnFlags, model="m", quantization="fp8_per_channel", out=tmp_path / "other.json")
     assert (refused.code, "--vllm-python beside fp8_per_channel" in refused.err) == (2, True), refused.err
+    refused = asked(command, OwnFlags, **call, quantization="fp8_per_channel", half="transformers")
+    assert (refused.code, "found half=transformers" in refused.err) == (2, True), refused.err
 
 
 def test_engines_of_a_request_quantise_their_weights():

@@ -60,7 +60,9 @@ def test_a_row_has_both_times_the_density_and_every_way_to_run_dense(subject, pl
     assert pieces.density == pytest.approx(data["density"])
 
 
-@pytest.mark.parametrize(("sparse", "sizes"), [("always", {256}), ("never", {512})])
+@pytest.mark.parametrize(
+    ("sparse", "sizes"), [("always", {256}), ("never", {512}), ("prefill=128x512 decode=never", {256})]
+)
 def test_a_prompt_that_is_dense_throughout_is_not_cut(subject, plan, sparse, sizes):
     seen = set()
     note = subject.model.model.layers[0].register_forward_pre_hook(lambda layer, args: seen.add(args[0].shape[1]))

@@ -60,7 +60,7 @@ def test_a_folder_of_plans_of_the_zoo_is_no_plan_and_says_which_it_holds(sparsek
         write_plan(small_plan(), tmp_path / f"{name}.sparsekv.yaml")
     done = sparsekv("show", tmp_path)
     assert done.code == 2
-    assert "found one.sparsekv.yaml, two.sparsekv.yaml; name one" in done.err
+    assert "expected sparsekv.yaml, found one.sparsekv.yaml, two.sparsekv.yaml; name one" in done.err
 
 
 @pytest.mark.parametrize("name", ["", "model.gguf"])
