@@ -250,7 +250,7 @@ class Attached:
         def inside(*args: Any, **kwargs: Any) -> Any:
             if not self._is_on:
                 return forward(*args, **kwargs)
-            with self._one_thread(_NO_END if self._batches.have(kwargs) else 0.0):
+            with self._one_thread(0.0 if self._batches.of(kwargs) is None else _NO_END):
                 self._depth += 1
                 try:
                     output = run(*args, **kwargs)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate, compress, pairwise
+from threading import Lock
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ class Batches:
 
     def __init__(self, attached: Attachment, engine: Engine) -> None:
         self._attached, self._engine = attached, engine
-        self._started: weakref.WeakKeyDictionary[Any, BatchEngine] = weakref.WeakKeyDictionary()
+        self._started: tuple[BatchEngine, ...] = ()  # replaced as a whole, as loops read it in threads of theirs
+        self._lock = Lock()
 
     def start(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The manager that `init_continuous_batching` makes, without passes that transformers compiles, nor the next
@@ -63,44 +65,44 @@ class Batches:
             raise UnsupportedError("expected a plan for continuous batching, found a model that is observed")
         check_batching(engine, model)
         cached = vars(model).get(_KEPT_MANAGER)
-        if cached is not None and cached not in self._started:
+        if cached is not None and all(batch.manager() is not cached for batch in self._started):
             model.destroy_cached_continuous_batching_manager()  # of another plan, or of none
             cached = None
         config_of(model)._attn_implementation = PACKED
         manager = init(*args, **kwargs)
         if manager is not cached:
-            self._started[manager] = batch = BatchEngine(engine, manager.continuous_batching_config)
-            manager._create_batch_processor = partial(batch.processor_of, weakref.ref(manager))
+            with self._lock:
+                alive = [batch for batch in self._started if batch.manager() is not None]
+                self._started = (*alive, BatchEngine(engine, manager))
         return manager
-
-    def have(self, inputs: Mapping[str, Any]) -> bool:
-        """Returns whether these are inputs of a manager's loop."""
-        return self._of(inputs) is not None
 
     def begin(self, inputs: dict[str, Any]) -> Pass | None:
         """The pass of a manager's loop; None for any other. Its inputs are changed so that the cache reads nothing back
         of layers whose pages are read here."""
-        if (batch := self._of(inputs)) is None:
+        if (batch := self.of(inputs)) is None:
             return None
         batch.begin_pass(batch.requests, inputs)
         read = zip(batch.cache.cache_allocators, inputs["read_index"], strict=True)
         inputs["read_index"] = [index if kind == _WINDOWED else index[:0] for kind, index in read]
         return Pass(batch, Phase.PREFILL, None, self._attached.shapes)
 
-    def _of(self, inputs: Mapping[str, Any]) -> BatchEngine | None:
-        """The engine of a loop with the cache of these inputs."""
-        cache, batches = inputs.get("cache"), self._started.values()
-        return next((batch for batch in batches if cache is not None and batch.cache is cache), None)
+    def of(self, inputs: Mapping[str, Any]) -> BatchEngine | None:
+        """The engine of the loop with the cache of these inputs; None where they are of no manager's."""
+        cache = inputs.get("cache")
+        return next((batch for batch in self._started if cache is not None and batch.cache is cache), None)
 
     def close(self) -> None:
         """Ends the loops: without the plan they would attend by an implementation that knows nothing of theirs."""
         model: Any = self._attached.model
-        for manager in list(self._started):
+        for manager in filter(None, [batch.manager() for batch in self._started]):
+            del manager._create_batch_processor
             if manager.is_running():
                 manager.stop(hard_stop=True)
+            manager.batch_processor, config = None, manager.continuous_batching_config
+            config.use_cuda_graph, config.max_blocks_per_request = (False, False), 0  # for any attention
         if self._started:
             model.destroy_cached_continuous_batching_manager()
-        self._started.clear()
+        self._started = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +130,20 @@ class DecodeTokens:
 class BatchEngine(Engine):
     """Attention of one manager's passes by the plan of an engine."""
 
-    def __init__(self, engine: PlanEngine, batching: Any) -> None:
+    def __init__(self, engine: PlanEngine, manager: Any) -> None:
         """Sets what a manager's configuration leaves to whoever runs its passes."""
         super().__init__()
-        self._engine, self._device, self._most = engine, engine.device, batching.max_requests_per_batch
+        self.manager, config = weakref.ref(manager), manager.continuous_batching_config
+        manager._create_batch_processor = self.processor
+        self._engine, self._device, self._most = engine, engine.device, config.max_requests_per_batch
         info = engine.paging.sizes.size.info
-        self._longest, has_table = info.context_length, all(group.kind != "sliding" for group in info.attention)
-        self._captures = (
-            has_table and can_capture(self._device, engine.decode_backend) and batching.cuda_graph_booleans[1]
-        )
-        batching.use_cuda_graph, batching.use_async_batching = (False, self._captures), False
-        batching.varlen_compile_config = batching.decode_compile_config = None
-        batching.max_blocks_per_request = has_table * -(-self._longest // batching.page_size)
+        self._longest, by_table = info.context_length, all(group.kind != "sliding" for group in info.attention)
+        self._captures = by_table and can_capture(self._device, engine.decode_backend) and config.cuda_graph_booleans[1]
+        config.use_cuda_graph, config.use_async_batching = (False, self._captures), False
+        config.varlen_compile_config = config.decode_compile_config = None
+        config.max_blocks_per_request = by_table * -(-self._longest // config.page_size)
         self.cache: Any = None
+        self._processor: weakref.ref[Any] | None = None  # whose cache it is
         self.requests: Sequence[Any] = ()  # (`FutureRequestState`) of the pass under way, in the order of their rows
         self._host: DecodeHost | None = None
         self._meter = engine.meter
@@ -150,13 +153,19 @@ class BatchEngine(Engine):
         self._prompts: tuple[Rows, ...] = ()
         self._decode: DecodeTokens | None = None
 
-    def processor_of(self, manager: weakref.ref[Any]) -> Any:
-        """The batch processor that a manager makes. Its loop calls a pass here; what is captured, it then replays."""
-        this: Any = manager()
-        processor = type(this)._create_batch_processor(this)
+    def _drop(self, _: Any = None) -> None:
+        """Frees what a processor had: graphs read and write its cache and its inputs."""
+        self._processor = self.cache = self._host = self._decode = None
+        self._graphs.clear()
+
+    def processor(self) -> Any:
+        """The batch processor that the manager makes. Its loop calls a pass here; what is captured, it then replays."""
+        manager: Any = self.manager()
+        processor = type(manager)._create_batch_processor(manager)
         if self.cache is processor.cache:
             return processor
-        self.cache, engine = processor.cache, self._engine
+        self._processor, self.cache, self._graphs = weakref.ref(processor, self._drop), processor.cache, {}
+        engine, processor.model_runner.pad_inputs = self._engine, self._captures
         engine.check_cut(self.cache.max_batch_tokens, self._longest)
         if engine.program.sparse:  # of requests as long as the cache, which may be longer than the model's context
             room = (self._most, self.cache.max_tokens_read, self._device)
@@ -183,11 +192,12 @@ class BatchEngine(Engine):
         try:
             run()
         except Exception as error:
-            if not runner.use_cuda_graph_decode:
+            if not runner.use_cuda_graph_decode or isinstance(error, torch.OutOfMemoryError):
                 raise
-            self._captures = runner.use_cuda_graph_decode = False
+            runner.use_cuda_graph_decode = False
             warnings.warn(f"decode steps are not captured: {summary(error)}", GraphWarning, 2)
-            run()
+            run()  # of padded rows, the last ones
+            self._captures = runner.pad_inputs = False
 
     def _chooses(self, lengths: Sequence[int]) -> bool:
         return self._host is not None and self._host.chooses(lengths, self._least)
@@ -222,10 +232,9 @@ class BatchEngine(Engine):
     def _decode_tokens(self, rows: Sequence[Rows]) -> DecodeTokens:
         lengths = [row.chunk.longest for row in rows]
         on_device = partial(torch.tensor, dtype=torch.int32, device=self._device)
-        lengths_B = on_device(lengths)
+        lengths_B, chosen = on_device(lengths), None
         tables = [row.table_P for row in rows if row.table_P is not None]
         table_BP = torch.stack(tables) if tables else None
-        chosen = None
         if self._host is not None and table_BP is not None and self._chooses(lengths):
             chosen = self._host.begin(lengths_B, (), table_BP, None, self._least)
         windows = [range(row.window.start, row.window.stop) for row in rows]

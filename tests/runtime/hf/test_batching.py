@@ -2,6 +2,7 @@
 
 import copy
 import random
+import weakref
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -122,10 +123,22 @@ def test_mixed_batches_are_as_in_the_ordinary_host(seed, cuts):
 PROMPTS = [random_tokens(1, length, length)[0].tolist() for length in (5, 70, 33, 150, 1, 64)]
 
 
-def answers(model, persistent=False):
-    outputs = model.generate_batch(PROMPTS, persistent_manager=persistent, **settings(8)).values()
+def answers(model, persistent=False, new=8, warmup=True, **options):
+    asked = settings(new, **options) | {"persistent_manager": persistent, "warmup": warmup}
+    outputs = model.generate_batch(PROMPTS, **asked).values()
     assert not any(output.error for output in outputs)
     return [output.generated_tokens for output in outputs]
+
+
+def session(manager, keep=False):
+    """Answers of a manager that is started and stopped, and its cache, if somebody still has it."""
+    manager.start()
+    names = [manager.add_request(prompt) for prompt in PROMPTS]
+    outputs = {output.request_id: output for output in (manager.get_result(timeout=20) for _ in names)}
+    cache = weakref.ref(manager.batch_processor.cache)
+    manager.stop(keep_for_next_session=keep)
+    assert not any(output.error for output in outputs.values())
+    return [outputs[name].generated_tokens for name in names], cache()
 
 
 @pytest.fixture(scope="module")
@@ -153,20 +166,22 @@ def test_nobody_lists_where_cached_keys_are(model, unplanned, monkeypatch):
 
 @pytest.fixture
 def captured(monkeypatch):
-    """Lists the graphs that are captured, by rows: a replay runs the same call, with the requests of its capture."""
+    """Lists the graphs that are captured, by rows: a replay runs the same call, with all that the engine had then."""
     graphs = []
 
     def capture(runner, forward, stream, *args):
         io, (rows,) = runner.inputs_and_outputs, runner.inputs_and_outputs._get_graph_key()
         attached = vars(args[0].get_decoder().layers[0].self_attn)[NAME]
-        (batch,) = attached._batches._started.values()
+        (batch,) = attached._batches._started
         forward(*args)
         forward(*args)
-        requests = copy.deepcopy(batch.requests)
+        captured = {"requests": copy.deepcopy(batch.requests), "cache": batch.cache, "_least": batch._least}
 
         def replay():
-            batch.requests = requests
-            forward(*args)
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in captured.items():
+                    patch.setattr(batch, name, value)
+                forward(*args)
             graphs.append(("replayed", rows))
 
         io.set_graph(SimpleNamespace(replay=replay, reset=lambda: None))
@@ -190,18 +205,50 @@ def test_dense_decode_is_captured_once_a_number_of_rows_and_counted(model, unpla
     assert found.decode_tokens_cached == found.decode_tokens_attended == cached
 
 
-def test_captured_steps_choose_as_others(model, captured):
-    """From 60 tokens on, so that graphs of steps with and without a choice have as many rows."""
-    plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 8)))
-    with apply(model, plan, sparse="prefill=0x1 decode=60x1") as handle:
-        sparse = answers(model)
+@pytest.mark.parametrize("rule", ["60x1", "130x1,82x2"])
+def test_captured_steps_choose_as_others(rule, model, captured):
+    """From 60 tokens on, so that graphs of steps with and without a choice have as many rows; or from 130, and from 82
+    once a second request has as many, beside as many rows."""
+    plan, rule = plan_for(model, None, decode_plan(segment(0, (1, 2), 8))), f"prefill=0x1 decode={rule}"
+    with apply(model, plan, sparse=rule) as handle:
+        sparse = answers(model, new=20)
         share = handle.stats().decode_share
     assert sum(kind == "replayed" for kind, _ in captured) >= 4
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batching, "can_capture", lambda device, backend: False)
-        with apply(model, plan, sparse="prefill=0x1 decode=60x1") as handle:
-            assert answers(model) == sparse
+        with apply(model, plan, sparse=rule) as handle:
+            assert answers(model, new=20) == sparse
             assert handle.stats().decode_share == share < 1
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_graphs_last_as_long_as_the_pages_that_they_read(keep, model, captured):
+    with apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 8))), sparse="always"):
+        manager = model.init_continuous_batching(**settings(8))
+        first, cache = session(manager, keep)
+        assert (cache is not None) == keep
+        assert session(manager, keep)[0] == first
+    assert captured.count(("captured", 8)) == (1 if keep else 2)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_manager_outlives_the_plan_and_decodes_without_it(keep, model, unplanned):
+    with apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 8))), sparse="always"):
+        manager = model.init_continuous_batching(**settings(8))
+        assert session(manager, keep)[0] != unplanned
+    assert session(manager)[0] == unplanned
+
+
+def test_a_manager_may_be_made_while_a_loop_looks_for_its_own(model, monkeypatch):
+    with apply(model, plan_for(model)):
+        managers = [model.init_continuous_batching(**settings(1))]
+
+        def looked_at(_):
+            managers.append(model.init_continuous_batching(**settings(1)))
+
+        monkeypatch.setattr(BatchEngine, "cache", property(looked_at, lambda *_: None), raising=False)
+        assert vars(model.get_decoder().layers[0].self_attn)[NAME]._batches.of({"cache": object()}) is None
+        assert len(managers) == 2
 
 
 @pytest.mark.gpu
@@ -221,14 +268,56 @@ def test_a_gpu_replays_steps_and_gives_the_tokens_of_those_that_are_launched(rul
     assert called < launched
 
 
-def test_a_step_that_cannot_be_captured_runs_by_itself(model, unplanned, captured, monkeypatch):
+@pytest.mark.parametrize("warmup", [True, False])
+def test_a_step_that_cannot_be_captured_runs_by_itself_and_later_ones_without_padding(
+    warmup, model, unplanned, captured, monkeypatch
+):
+    passes, attend = [], BatchEngine.attend
+
     def fails(runner, forward, stream, *args):
         forward(*args)
+        passes.clear()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def attended(batch, call):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))
+            out = attend(batch, call)
+        padding = out.shape[2] - sum(request.query_length for request in batch.requests)
+        passes.append((bool(out.isnan().any()), padding))
+        return out
+
+    monkeypatch.setattr(model_runner.ModelRunner, "_capture_graph", fails)
+    monkeypatch.setattr(BatchEngine, "attend", attended)
+    with apply(model, plan_for(model), sparse="never"), pytest.warns(GraphWarning, match="not permitted"):
+        assert answers(model, warmup=warmup, max_requests_per_batch=8) == unplanned
+    layers = len(model.get_decoder().layers)
+    assert passes[:layers] == [(False, 0 if warmup else 2)] * layers  # the pass that fails runs again as it is
+    assert {*passes[layers:]} == {(False, 0)}
+
+
+def test_a_manager_that_failed_to_capture_starts_again_without_padding(model, captured, monkeypatch):
+    def fails(*_):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(model_runner.ModelRunner, "_capture_graph", fails)
-    with apply(model, plan_for(model), sparse="never"), pytest.warns(GraphWarning, match="not permitted"):
-        assert answers(model) == unplanned
+    with apply(model, plan_for(model), sparse="never"):
+        manager = model.init_continuous_batching(**settings(8))
+        with pytest.warns(GraphWarning, match="not permitted"):
+            session(manager)
+        manager.warmup()
+        assert not manager.batch_processor.model_runner.pad_inputs
+
+
+@pytest.mark.filterwarnings("error::sparsekv.runtime.hf.graphs.GraphWarning")
+def test_memory_that_runs_out_in_a_capture_is_told_as_such(model, captured, monkeypatch):
+    def fails(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(model_runner.ModelRunner, "_capture_graph", fails)
+    with apply(model, plan_for(model), sparse="never"):
+        outputs = model.generate_batch(PROMPTS, warmup=False, **settings(8)).values()
+    assert "no room" in {output.error for output in outputs}
 
 
 def test_prefixes_are_shared_and_requests_forked(model, cuts):
