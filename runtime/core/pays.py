@@ -3,9 +3,9 @@ of a draft pay that dense attention verifies (docs/exact.md).
 
 A host measures both for a few sizes of step, before the first prompt, and keeps the thresholds: a chunk or a decode
 step with at least so many rows is sparse from that context on. More rows never raise a threshold, as they share an
-index or the launches of a step. Contexts to choose from are powers of sqrt(2), the first behind a plan's dense
-lengths and the longest, so that noise of a few percent moves a threshold to a neighbour at most. A plan computes
-another share in each bucket of lengths: sparse is faster in every bucket from the threshold on.
+index or the launches of a step. Contexts to choose from are powers of sqrt(2), the first of every bucket of lengths and
+the longest, so that noise of a few percent moves a threshold to a neighbour at most. A plan computes another share in
+each bucket: sparse is faster in every bucket from the threshold on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -150,60 +151,75 @@ def measure(
     until: Clock | None = None,
     hint: Thresholds = EVERYWHERE,
 ) -> Thresholds:
-    """Finds the threshold of each size, the largest size first; in each bucket, the last first, from short contexts to
-    long ones: a long one takes many times as long to time.
+    """Finds the threshold of each size, the largest size first, from short contexts to long ones: a long one takes many
+    times as long to time. In the time left, each is confirmed at the first context of every later bucket.
 
     Args:
         lengths: contexts to choose from, ascending.
         gain: measures; a size with more rows than the context is never asked.
         bounds: the longest context of every bucket but the last.
         margin: the gain from which sparse is taken.
-        until: seconds that are left; sizes whose turn comes later are dense.
+        until: seconds that are left; sizes whose turn comes later are dense, and thresholds are not confirmed.
         hint: of sizes that cannot be measured at any context.
     """
-    thresholds: list[tuple[int, int]] = []
-    least = 0  # a smaller step never has a lower threshold
-    for size in sorted(set(sizes), reverse=True):
-        if until is not None and until() <= 0:
-            break
-        at = [length for length in lengths if length >= max(least, size)]
-        gains: list[float] = []
-        first: int | None = None
-        for bucket in reversed([[*part] for _, part in groupby(at, partial(bisect_left, bounds))]):
-            asked, position = len(gains), _first(bucket, partial(_gains, gain, margin, size, gains))
-            first = first if position is None else bucket[position]
-            if position != 0 and not all(map(math.isnan, gains[asked:])):
-                break  # nor do shorter contexts gain
-        if first is None:
-            hinted = hint.at(size) if gains and all(map(math.isnan, gains)) else None
-            if hinted is None:
-                break  # nor does any smaller step gain
-            first = least = max(least, hinted)
-        elif first > at[0]:  # the shortest context that so many rows can have says nothing of shorter ones
-            least = first
-        thresholds.append((size, first))
-    return _descending(reversed(thresholds))
+
+    gains: dict[int, dict[int, float]] = {size: {} for size in sorted(set(sizes), reverse=True)}
+
+    def timed(size: int, length: int) -> float:
+        if length not in gains[size]:
+            if until is not None and until() <= 0:
+                raise _LateError
+            gains[size][length] = gain(size, length)
+        return gains[size][length]
+
+    thresholds: dict[int, int] = {}
+    with suppress(_LateError):
+        least = 0  # a smaller step never has a lower threshold
+        for size, asked in gains.items():
+            at = [length for length in lengths if length >= max(least, size)]
+            first = _first(at, partial(timed, size), margin)
+            if first is None:
+                hinted = hint.at(size) if asked and all(map(math.isnan, asked.values())) else None
+                if hinted is None:
+                    break  # nor does any smaller step gain
+                first = least = max(least, hinted)
+            elif first > at[0]:  # the shortest context that so many rows can have says nothing of shorter ones
+                least = first
+            thresholds[size] = first
+        begins = {next(bucket) for _, bucket in groupby(lengths, partial(bisect_left, bounds))}
+        for size in tuple(thresholds):
+            for length in lengths:
+                confirms = length in begins or length == thresholds[size]  # which a larger step may have moved
+                if confirms and length >= max(size, thresholds[size]) and timed(size, length) < margin:
+                    behind = [longer for longer in lengths if longer > length]
+                    first = _first(behind, partial(timed, size), margin) or _NOWHERE
+                    thresholds |= {rows: max(first, now) for rows, now in thresholds.items() if rows <= size}
+    return _descending((size, first) for size, first in reversed(thresholds.items()) if first != _NOWHERE)
 
 
-def _gains(gain: Gain, margin: float, size: int, gains: list[float], length: int) -> bool:
-    gains.append(gain(size, length))
-    return gains[-1] >= margin
+_NOWHERE = 1 << 62
 
 
-def _first(lengths: Sequence[int], is_faster: Callable[[int], bool]) -> int | None:
-    """The position of the first length at which sparse is faster, taken to be so at all longer ones."""
+class _LateError(Exception):
+    """No time is left."""
+
+
+def _first(lengths: Sequence[int], gain: Callable[[int], float], margin: float) -> int | None:
+    """The first length at which sparse is faster, taken to be so at all longer ones."""
+    if not lengths:
+        return None
     low, high, last = 0, 0, len(lengths) - 1
-    while not is_faster(lengths[high]):
+    while not gain(lengths[high]) >= margin:
         if high == last:
             return None
         low, high = high + 1, min(2 * high + 1, last)
     while low < high:
         middle = (low + high) // 2
-        if is_faster(lengths[middle]):
+        if gain(lengths[middle]) >= margin:
             high = middle
         else:
             low = middle + 1
-    return high
+    return lengths[high]
 
 
 def _descending(thresholds: Iterable[tuple[int, int]]) -> Thresholds:

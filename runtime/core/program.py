@@ -20,7 +20,7 @@ from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodePlan, Eviction, PrefillPlan, Segment
 from sparsekv.runtime.core.pays import Pays, Thresholds
 from sparsekv.runtime.core.roles import DENSE, Evicting, Filter, Follower, Recurrent, Role
-from sparsekv.runtime.core.segments import SegmentProgram
+from sparsekv.runtime.core.segments import SegmentProgram, chooses_from
 from sparsekv.runtime.core.state import DecodeState, NewCarried, Step
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.stores.store import KeySource
@@ -73,6 +73,7 @@ class LayerProgram:
 class Program:
     rank: Rank
     layers: tuple[LayerProgram, ...]
+    whole: tuple[LayerProgram, ...] = ()  # prefill of the heads of all ranks, where there are several
 
     @classmethod
     def of(
@@ -87,8 +88,8 @@ class Program:
         rank = rank or Rank()
         segments = _segments(decode, model, rank)
         roles = _roles(segments, evicting or {}, model, rank)
-        layers = range(model.layers)
-        return cls(rank, tuple(_layer(layer, roles.get(layer, DENSE), prefill, model, rank) for layer in layers))
+        layers = tuple(_layer(layer, roles.get(layer, DENSE), prefill, model, rank) for layer in range(model.layers))
+        return cls(rank, layers, cls.of(prefill, None, model).layers if rank.count > 1 else ())
 
     @cached_property
     def attending(self) -> tuple[LayerProgram, ...]:
@@ -131,6 +132,11 @@ class Program:
     @property
     def segments(self) -> tuple[SegmentProgram, ...]:
         return tuple(layer.role.filters for layer in self.layers if layer.role.filters is not None)
+
+    @property
+    def decodes_from(self) -> tuple[int, ...]:
+        """The fewest tokens of a row that chooses, by bucket; more than the bucket holds where no row does."""
+        return tuple(map(min, zip(*map(chooses_from, self.segments), strict=True)))
 
     @property
     def evicting(self) -> tuple[int, ...]:

@@ -24,7 +24,6 @@ from ctypes import CDLL, create_string_buffer
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
@@ -41,7 +40,7 @@ from sparsekv.plans.errors import SparseKVError
 from sparsekv.plans.files import content_digest, executed_digest, read_text, write_bytes
 from sparsekv.plans.patterns import Pattern, VerticalSlash, mandatory_density, tokens
 from sparsekv.plans.schema import LayerCounts, Plan, to_data
-from sparsekv.runtime.core.pays import Gain, Pays, Thresholds, contexts, measure, parse
+from sparsekv.runtime.core.pays import Clock, Gain, Pays, Thresholds, contexts, measure, parse
 from sparsekv.runtime.core.program import LayerProgram, Program
 
 Launch = Callable[[], object]
@@ -130,6 +129,7 @@ _NEAR = 0.1  # of the share on calibration prompts, over the heads of a layer
 _LEAST = 1e-6  # share that is as good as none
 _MARGIN = 1.02  # the noise of a measurement
 _PREFILL_SHARE, _DECODE_SHARE = 0.7, 0.9  # of the time to measure, until prefill and decode are
+_OWN_SHARE = 0.2  # of it, for each, however long the last measurement before took
 _BUSY = 2.0  # times as long as launches in a warm-up takes a step the program, beside what else the host runs
 _PRODUCTS = 12  # of a layer, each of E by F weights: 4 of attention, 8 of a gated feed-forward layer of 8/3 E
 
@@ -203,36 +203,40 @@ class TimedLayers(ABC):
         return measured
 
     def rule(self, seconds: float) -> tuple[Pays, bool]:
-        """Measures, prompts for most of these seconds; and whether they sufficed: sizes whose turn comes later are
-        dense. May raise torch.OutOfMemoryError."""
+        """Measures, prompts for most of these seconds; and whether they sufficed, as `measure` has it. May raise
+        torch.OutOfMemoryError."""
         started, reached = time.monotonic(), True
 
-        def left(share: float) -> float:
+        def left(end: float) -> float:
             nonlocal reached
-            seconds_left = self.agreed(started + share * seconds - time.monotonic())
+            seconds_left = self.agreed(end - time.monotonic())
             reached &= seconds_left > 0
             return seconds_left
+
+        def until(share: float) -> Clock:
+            return partial(left, max(started + share * seconds, time.monotonic() + _OWN_SHARE * seconds))
 
         layer, (rows, lengths) = self._typical, self._prefill_sizes
         prefill, decode, mixed = Thresholds(), Thresholds(), None
         if layer is not None and not self.place.computed:  # random keys would be computed at another share than prompts
             prefill = self.program.hint.prefill
         elif layer is not None:
-            thresholds = partial(measure, bounds=layer.bounds, margin=_MARGIN, until=partial(left, _PREFILL_SHARE))
-            prefill = thresholds(rows, lengths, partial(self.prefill_gain, layer), hint=self.program.hint.prefill)
+            thresholds = partial(measure, bounds=layer.bounds, margin=_MARGIN, until=until(_PREFILL_SHARE))
+            gain = partial(self.prefill_gain, self.program.layers[layer.layer])
+            prefill = thresholds(rows, lengths, gain, hint=self.program.hint.prefill)
         if self.program.sparse:
-            bounds = next((segment.bounds for segment in self.program.segments), ())
+            bounds = self.program.segments[0].bounds
             thresholds = partial(measure, *self._decode_sizes, bounds=bounds, margin=_MARGIN)
-            decode = thresholds(gain=self.decode_gain, until=partial(left, _DECODE_SHARE))
+            decode = thresholds(gain=self.decode_gain, until=until(_DECODE_SHARE))
             if self.mixes:  # mostly from times that are known
-                mixed = thresholds(gain=self.mixed_gain, until=partial(left, 1.0))
+                mixed = thresholds(gain=self.mixed_gain, until=until(1.0))
         return Pays(prefill, decode, mixed), reached
 
     def compile(self) -> None:
         """Runs every size at a short, a middle and the longest context."""
         phases: list[tuple[Gain, list[int], list[int]]] = []
         if (layer := self._typical) is not None and self.place.computed:
-            phases.append((partial(self.prefill_gain, layer), *self._prefill_sizes))
+            phases.append((partial(self.prefill_gain, self.program.layers[layer.layer]), *self._prefill_sizes))
         if self.program.sparse:
             phases.append((self.decode_gain, *self._decode_sizes))
         for gain, rows, lengths in phases:
@@ -243,14 +247,16 @@ class TimedLayers(ABC):
 
     @property
     def _typical(self) -> LayerProgram | None:
-        """The layer whose budgets are the median of those that are sparse; None where none is."""
+        """The layer whose budgets are the median of those that are sparse at the longest context at which one is; None
+        where none is. With the heads of all ranks, or these would bisect other contexts and wait for each other."""
+        layers = self.program.whole or self.program.layers
         longest = self.place.longest
-
-        def budget(layer: LayerProgram) -> int:
-            return sum(pattern.tile_tokens(longest) for pattern in layer.patterns_at(longest))
-
-        sparse = sorted((layer for layer in self.program.layers if layer.patterns_at(longest)), key=budget)
-        return sparse[len(sparse) // 2] if sparse else None
+        for length in sorted({min(end, longest) for end in (*layers[0].bounds, longest)}, reverse=True):
+            budgets = [sum(pattern.tile_tokens(length) for pattern in layer.patterns_at(length)) for layer in layers]
+            sparse = sorted((budget, at) for at, budget in enumerate(budgets) if layers[at].patterns_at(length))
+            if sparse:
+                return layers[sparse[len(sparse) // 2][1]]
+        return None
 
     @property
     def _prefill_sizes(self) -> tuple[list[int], list[int]]:
@@ -258,20 +264,19 @@ class TimedLayers(ABC):
         layer, longest, step = self._typical, self.place.longest, self.place.step
         if layer is None:
             return [], []
-        buckets = zip(layer.bounds, pairwise(layer.patterns), strict=True)
-        begins = (bound + 1 for bound, (before, behind) in buckets if behind and not before and bound < longest)
-        lengths = [n for n in (*contexts(_SMALLEST_CHUNK, longest), *begins) if layer.patterns_at(n)]
+        begins = (bound + 1 for bound in layer.bounds if bound < longest)
+        lengths = {n for n in (*contexts(_SMALLEST_CHUNK, longest), *begins, longest) if layer.patterns_at(n)}
         # Between 512 and 2K rows thresholds fall most, from beyond 100K tokens to a few thousand for 8B parameters.
         rows = [_SMALLEST_CHUNK << power for power in (0, 2, 3, *range(4, 16, 2))]
-        return [*(size for size in rows if size < step), step], sorted({*lengths, longest})
+        return [*(size for size in rows if size < step), step], sorted(lengths)
 
     @property
     def _decode_sizes(self) -> tuple[list[int], list[int]]:
         """Rows of steps, and contexts at which a layer may choose."""
-        segments, longest = self.program.segments, self.place.longest
+        segments, longest, begins = self.program.segments, self.place.longest, self.program.decodes_from
         rows = [rows for rows in (*_DECODE_ROWS, self.place.rows) if rows <= self.place.rows]
-        lengths = {*contexts(min(layer.role.dense_up_to for layer in self.program.sparse) + 1, longest), longest}
-        return rows, sorted(n for n in lengths if not segments or any(part.count(n) != ALL for part in segments))
+        lengths = {*contexts(begins[0], longest), *(n for n in begins if n <= longest), longest}
+        return rows, sorted(n for n in lengths if any(part.count(n) != ALL for part in segments))
 
     def alike(
         self, layer: LayerProgram, q_BHTD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, scale: float
@@ -368,7 +373,7 @@ def _scaled(pattern: Pattern, length: int, wanted: HeadShares, computed: HeadSha
 _LONGEST_WAIT = 60.0  # seconds for another engine's measurement
 _MAX_BYTES = 1 << 16
 
-_FORM = 5  # of a rule and of what is timed for it
+_FORM = 6  # of a rule and of what is timed for it
 _KERNEL_PACKAGES = ("triton", "flash-attn-4")
 
 RuleKey = Mapping[str, str | int]

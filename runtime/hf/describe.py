@@ -88,9 +88,7 @@ def describe_model(model: PreTrainedModel, source: str | None = None, revision: 
     weights = weights_fingerprint(_weight_samples(model))
     of_files: dict[str, str] = getattr(model, _OF_FILES, {})
     weights = of_files.get(weights, weights)
-    return described.model_copy(
-        update={"fingerprint": described.fingerprint.model_copy(update={"weights": weights})},
-    )
+    return described.model_copy(update={"fingerprint": described.fingerprint.model_copy(update={"weights": weights})})
 
 
 def describe_by_files(model: PreTrainedModel, folder: Path) -> None:

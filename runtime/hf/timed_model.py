@@ -48,16 +48,8 @@ def measured_rule(
     cap = soft_cap(config_of(model))
     softmax = Softmax(cap) if cap else PLAIN
     layers = ModelLayers(program, place, Timers(), info, model.device, model.dtype, backend, float8, softmax)
-    key = rule_key(
-        model.device,
-        device_name(model.device),
-        model.dtype,
-        backend,
-        float8,
-        info.fingerprint.architecture,
-        host="transformers",
-        **place.key,
-    )
+    name, of_host = device_name(model.device), {"host": "transformers"} | place.key
+    key = rule_key(model.device, name, model.dtype, backend, float8, info.fingerprint.architecture, **of_host)
     seconds = _SECONDS * max(1, len(plan.planned_lengths))
     try:
         return RuleFile(key, cache_folder()).read_or(partial(layers.compiled_rule, seconds))[0]
@@ -87,14 +79,9 @@ class ModelLayers(TimedLayers):
     def prefill_gain(self, layer: LayerProgram, rows: int, length: int) -> float:
         q_BHTD, k_BGKD, v_BGKD = self._tensors(layer, 1, rows, length)
         chunk, scale = Chunk.uniform(1, length - rows, length), q_BHTD.shape[3] ** -0.5
-        attend = partial(
-            prefill,
-            q_BHSD=q_BHTD,
-            keys=replace(full_view(k_BGKD, v_BGKD), softmax=self.softmax),
-            chunk=chunk,
-            scale=scale,
-            fallback=Fallback(self.backend),
-        )
+        keys = replace(full_view(k_BGKD, v_BGKD), softmax=self.softmax)
+        given = {"q_BHSD": q_BHTD, "keys": keys, "chunk": chunk, "scale": scale}
+        attend = partial(prefill, fallback=Fallback(self.backend), **given)
         alike = self.alike(layer, q_BHTD, k_BGKD, chunk, scale)
         if alike is None:
             return math.nan

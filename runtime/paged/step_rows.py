@@ -16,13 +16,14 @@ heads, N pages in memory, S tokens of a page, P pages of a request, D head size.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 
 from sparsekv.kernels.decode.selection import ALL
 from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Requests, Scales, Softmax
@@ -53,20 +54,18 @@ class DecodeHost:
         self._lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self._request_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self._segments = program.segments
-        self._bounds: tuple[int, ...] = program.segments[0].bounds if program.segments else ()
-        self._from: tuple[int, ...] = tuple(
-            map(min, zip(*map(segments.chooses_from, program.segments), strict=True))
-        ) or (min(layer.role.dense_up_to for layer in program.sparse) + 1,)
+        self._bounds_N = np.array(program.segments[0].bounds, dtype=np.int64)
+        self._from_N = np.array(program.decodes_from)
 
-    def chooses(self, lengths: Sequence[int], least: int | None = 0) -> bool:
+    def chooses(self, lengths: ArrayLike, least: int | None = 0) -> bool:
         """Returns whether a row may choose, as far as the host knows: by the tokens of each request; `least` as in
         `begin`. None does in a bucket that is dense behind one that is not."""
-        return least is not None and any(length >= least and self._chooses(length) for length in lengths)
+        return least is not None and bool(self._chooses(lengths, least).any())
 
     def without_room(self, lengths: Sequence[int]) -> list[bool]:
         """Marks the rows that may choose, at these lengths, but attend to everything for want of scratch. `Budgets.of`
         tells the same, in a time that steps would wait for."""
-        wanted, lacks = sum(filter(self._chooses, lengths)), [False] * len(lengths)
+        wanted, lacks = sum(compress(lengths, self._chooses(lengths))), [False] * len(lengths)
         for segment in self._segments:
             if (room := self._state.room(segment)) < wanted:
                 scored = [0 if segment.count(length) == ALL else length for length in lengths]
@@ -74,8 +73,10 @@ class DecodeHost:
                 lacks = [lack or (own > 0 and end > room) for lack, own, end in zip(lacks, scored, ends, strict=True)]
         return lacks
 
-    def _chooses(self, length: int) -> bool:
-        return length >= self._from[bisect_left(self._bounds, length)]
+    def _chooses(self, lengths: ArrayLike, least: int = 0) -> NDArray[np.bool_]:
+        lengths_R = np.asarray(lengths, dtype=np.int64)
+        from_R = np.maximum(self._from_N[self._bounds_N.searchsorted(lengths_R)], least)
+        return np.asarray(lengths_R >= from_R, np.bool_)
 
     def count(self, requests: Sequence[range], counters: Counters, least: int | None = 0) -> None:
         """Counts the decode rows of a step, by the tokens that each row of a request attends to at most; rows below 2
@@ -83,7 +84,7 @@ class DecodeHost:
         real = [rows for rows in requests if rows and rows[0] > 1]
         long = [length for rows in real if least is not None and rows[-1] >= least for length in rows]
         left = sum(self.without_room(long))
-        chosen = sum(map(self._chooses, long)) - left
+        chosen = int(self._chooses(long).sum()) - left
         counters.decode_sparse += chosen
         counters.decode_dense += sum(map(len, real)) - chosen
         counters.decode_left += left

@@ -154,7 +154,7 @@ def decoded_dense(host: EngineHost, common: Any, graph_rows: int) -> int | None:
         captured = common.num_reqs <= graph_rows
         least = host.pays.of_decode(captured).at(common.num_reqs)
         reads_lengths = captured and bool(host.pays.decode.rows) and not host.dense_graphs
-        if reads_lengths or host.decode.chooses(lengths_B.tolist(), least):
+        if reads_lengths or host.decode.chooses(lengths_B, least):
             return None
     if prompts is not None:
         decoded_B[: len(prompts)] &= ~prompts.numpy()

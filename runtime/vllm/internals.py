@@ -14,12 +14,7 @@ from typing import Any
 
 import torch
 from vllm import __version__ as release
-from vllm.config import (
-    VllmConfig,
-    get_current_vllm_config,
-    get_current_vllm_config_or_none,
-    set_current_vllm_config,
-)
+from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import (
     get_tensor_model_parallel_rank,

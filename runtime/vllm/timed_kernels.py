@@ -86,6 +86,8 @@ class EngineLayers(TimedLayers):
         return self._agreed(self._prefill_gain, layer, rows, length)
 
     def _prefill_gain(self, layer: LayerProgram, rows: int, length: int) -> float:
+        if not layer.patterns_at(length):  # of this rank
+            return 1.0
         chunk, scale = Chunk.uniform(1, length - rows, length), self.size**-0.5
         q_THD, pages = self._queries(rows, layer.heads), self._pages(1, length, layer.kv_heads)
         out_THD = torch.empty_like(q_THD)

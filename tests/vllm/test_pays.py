@@ -287,6 +287,14 @@ def test_ranks_decide_alike_by_the_times_of_the_first_and_stop_where_one_has_no_
     assert math.isnan(layers.decode_gain(1, 2048))
 
 
+def test_a_rank_whose_heads_are_dense_at_a_context_waits_for_the_others(host: Any) -> None:
+    layer = host.program.layers[1]
+    layers = EngineLayers(
+        host.program, Place("sha256:", 3072, BUDGET, 4, {3072: counts(4, 0.4)}), Timers(), host, CPU, 64
+    )
+    assert layers.prefill_gain(layer.without_patterns, BUDGET, 3072) == 1.0  # nan on one would be a hint for all
+
+
 def test_an_engine_measures_once_a_place(
     engine: Any, host: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -6,8 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from plans_samples import model_info
+from tiny_plans import segment
 
+from sparsekv.plans.phases import DecodeBucket, DecodePlan
+from sparsekv.runtime.core.pays import ALWAYS
+from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.paged.metrics import Counters
+from sparsekv.runtime.paged.step_rows import DecodeHost
 from sparsekv.runtime.vllm import cache_internals
+from sparsekv.runtime.vllm.attention_backend import SparseBuilder
 from sparsekv.runtime.vllm.evicted_blocks import Requests
 
 
@@ -60,3 +69,26 @@ def test_steps_are_told_of_and_those_with_a_single_row_of_a_prompt_are_launched(
     assert requests.rows == []
     other = own(SimpleNamespace(use_v2_model_runner=is_v2), is_v2)
     assert other.execute_model(output({"c": 1}, c=1), requests=requests) == ([], True)
+
+
+def test_a_request_beside_a_drafter_chooses_where_one_of_its_rows_does() -> None:
+    """Its newest token, and those that are verified, lie on both sides of a bucket's end."""
+    buckets = (
+        DecodeBucket(up_to=90, dense=True),
+        DecodeBucket(up_to=200, segments=(segment(0, (1,), 40),)),
+        DecodeBucket(up_to=None, dense=True),
+    )
+    program = Program.of(None, DecodePlan(lengths=buckets), model_info(layers=2, heads=4, kv_heads=2))
+    decode = DecodeHost(program, "cpu", 2, 320, torch.device("cpu"), queries=4)
+    host = SimpleNamespace(pays=ALWAYS, queries=4, counters=Counters(), dense_graphs=True, holds_dense=True)
+    builder: Any = SimpleNamespace(_graph_rows=8, _counts=True)
+    chose = []
+    for lengths in ([202, 90], [203, 90], [204, 90], [204, 91]):  # of the last row of each: four, and one
+        common = SimpleNamespace(
+            query_start_loc=torch.tensor([0, 4, 5], dtype=torch.int32), block_table_tensor=torch.ones(2, 20).int(),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        )  # fmt: skip
+        rows = SparseBuilder._decode(builder, host, decode, common, ([0, 4, 5], lengths, [False, False]), 2)
+        chose.append((rows is not None, not host.decodes_dense))
+    assert chose == [(True, True), (True, True), (False, False), (True, True)]
+    assert host.counters.read().decode_sparse == 2 + 1 + 0 + 1

@@ -58,6 +58,47 @@ def test_from_the_threshold_on_sparse_is_faster_in_every_bucket(seed):
     assert rule.at(512) == next((tokens for tokens in LENGTHS if tokens > max(slower, default=0)), None)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_where_time_runs_out_before_later_buckets_are_confirmed_every_size_has_its_threshold(seed):
+    """As long as without buckets, of which each costs as much as all sizes together."""
+    source, asked = random.Random(seed), []
+    bounds, late = sorted(source.sample(LENGTHS[2:-1], 3)), source.random() < 0.5
+
+    def gain(rows, tokens):
+        asked.append((rows, tokens))
+        return gain_of(rows, tokens)
+
+    wanted, most = measure(SIZES, LENGTHS, gain), len(asked)
+    asked.clear()
+    clock = (lambda: most - len(asked)) if late else None
+    assert measure(SIZES, LENGTHS, gain, bounds=bounds, until=clock) == wanted
+    assert len(asked) == len(set(asked))  # none twice
+    assert (len(asked) == most) == late
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_size_is_sparse_where_it_is_faster_at_all_longer_contexts(seed):
+    """More rows gain in each bucket from a context on that is no longer; the clock is read before each measurement."""
+    source, asked, read = random.Random(seed), [], []
+    bounds = sorted(source.sample(LENGTHS[:-1], 2))
+    from_BS = [sorted((source.choice((0, 0, *LENGTHS)) for _ in SIZES), reverse=True) for _ in range(3)]
+
+    def is_faster(rows, tokens):
+        return tokens >= from_BS[sum(tokens > bound for bound in bounds)][SIZES.index(rows)]
+
+    def gain(rows, tokens):
+        asked.append((rows, tokens))
+        assert len(asked) == len(read)
+        return 2.0 if is_faster(rows, tokens) else 0.5
+
+    rule = measure(SIZES, LENGTHS, gain, bounds=bounds, until=lambda: read.append(None) or 1.0)
+    assert len(asked) == len(set(asked))
+    for size in SIZES:
+        slower = [tokens for tokens in LENGTHS if tokens >= size and not is_faster(size, tokens)]
+        for tokens in LENGTHS[sum(tokens < size for tokens in LENGTHS) :]:
+            assert rule.pays(size, tokens) == (tokens > max(slower, default=0))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_twenty_noisy_measurements_give_each_size_at_most_two_neighbouring_thresholds(seed):
     rng = random.Random(seed)

@@ -5,6 +5,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.planner.evaluation.predictions import divergence
 from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.patterns import VerticalSlash, tokens
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket
 from sparsekv.plans.schema import LayerCounts
 from sparsekv.runtime.core import timed_layers
 from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
@@ -185,7 +186,7 @@ def test_a_measurement_runs_dense_and_sparse_kernels_of_a_layer(model):
     assert seen
     assert rule.prefill.pays(512, 1024)
     assert not rule.prefill.pays(32, 1024)  # smaller than any chunk that was measured
-    assert (rule.decode.at(1), rule.decode.at(4)) == (363, 363)  # the first power of sqrt(2) behind the dense bucket
+    assert (rule.decode.at(1), rule.decode.at(4)) == (301, 301)  # the first behind the dense bucket
 
 
 def test_layers_with_soft_caps_are_timed_with_their_caps(model):
@@ -234,11 +235,12 @@ def test_kernels_of_short_and_of_long_contexts_are_compiled_before_the_time_runs
     work = work_on(model, None, None)
     work.compile()
     assert {("prefill_gain", rows, 1024) for rows in (128, 512)} | {("decode_gain", 4, 1024)} <= asked
-    assert {("prefill_gain", 128, 201), ("decode_gain", 1, 363)} <= asked  # where both begin to be sparse
+    assert {("prefill_gain", 128, 201), ("decode_gain", 1, 301)} <= asked  # where both begin to be sparse
     assert work.rule(0.0) == (NEVER, False)
 
 
 def test_where_sparse_is_slower_everything_is_dense(model):
+    torch.manual_seed(0)  # random keys have the share of the plan
     work = work_on(model, lambda launches, device: [1.0, 1.0], lambda launches, device: [1.0, 1.0, 1.0])
     assert work.rule(60.0) == (NEVER, True)
 
@@ -294,11 +296,20 @@ def test_the_products_of_a_timed_layer_take_no_memory_in_another_precision(model
     assert dtypes == {torch.bfloat16}
 
 
-def test_a_change_of_patterns_is_no_context_to_choose_from_but_the_end_of_dense_lengths_is(model, monkeypatch):
+def test_a_phase_that_takes_all_the_time_leaves_some_to_the_others(model, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timed_layers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ModelLayers, "prefill_gain", lambda *_: now.append(now.pop() + 99.0) or 2.0)
+    monkeypatch.setattr(ModelLayers, "decode_gain", lambda *_: 2.0)
+    rule, is_whole = work_on(model, None, None).rule(60.0)
+    assert (rule.decode, is_whole) == (Thresholds((1,), (301,)), False)
+
+
+def test_the_first_context_of_every_bucket_is_one_to_choose_from(model, monkeypatch):
     chosen = []
     monkeypatch.setattr(timed_layers, "measure", lambda rows, lengths, *_, **how: chosen.append(lengths))
     work_on(model, None, None, sparse_up_to=600).rule(60.0)
-    assert chosen[0] == [201, 256, 363, 512, 725, 1024]
+    assert chosen[0] == [201, 256, 363, 512, 601, 725, 1024]
 
 
 def test_decode_is_timed_only_where_a_layer_chooses(model):
@@ -306,8 +317,8 @@ def test_decode_is_timed_only_where_a_layer_chooses(model):
     plan = DecodePlan(lengths=(*buckets, DecodeBucket(up_to=None, dense=True)))
     work = work_on(model, None, lambda launches, device: [1.0, 0.5, 0.5])
     work = replace(work, program=Program.of(None, plan, info_of(model)))
-    assert work._decode_sizes[1] == [363, 512]
-    assert work.rule(60.0)[0].decode == Thresholds((1,), (363,))
+    assert work._decode_sizes[1] == [301, 363, 512]
+    assert work.rule(60.0)[0].decode == Thresholds((1,), (301,))
 
 
 def test_where_random_keys_never_reach_the_share_the_hint_decides(model, monkeypatch):
@@ -334,3 +345,34 @@ def test_each_head_of_a_timed_layer_computes_the_counts_of_the_plan(model, rank,
     both = zip(wanted.tiles, wanted.columns, strict=True)
     planned_H = np.array([tiles - mandatory[0] + mandatory[1] + columns for tiles, columns in both][-layer.heads :])
     assert np.abs(computed_H.numpy() - planned_H).sum() <= 0.1 * planned_H.sum()
+
+
+def test_a_phase_that_is_sparse_in_a_narrow_bucket_alone_is_measured_there(model):
+    """No power of sqrt(2) lies in it, and all behind it is dense."""
+    narrow = DecodeBucket(up_to=320, segments=(LAST,))
+    decode = DecodePlan(lengths=(DecodeBucket(up_to=260, dense=True), narrow, DecodeBucket(up_to=None, dense=True)))
+    ends = PrefillBucket(up_to=260, dense=True), PrefillBucket(up_to=None, dense=True)
+    prefill = prefill_plan(model, sparse_up_to=320)
+    prefill = prefill.model_copy(update={"lengths": (ends[0], prefill.lengths[0], ends[1])})
+    work = replace(work_on(model, None, None), program=Program.of(prefill, decode, info_of(model)))
+    assert (work._prefill_sizes[1], work._decode_sizes[1]) == ([261], [261])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_ranks_whose_heads_are_sparse_in_other_buckets_measure_the_same(model, monkeypatch, seed):
+    source, info, asked = random.Random(seed), info_of(model), []
+    heads = range(info.attention[0].heads)
+    sparse = [
+        tuple(HeadGroup(layer=layer, heads=own, pattern=PATTERN) for layer in range(4) if (own := own_heads()))
+        for own_heads in [lambda: tuple(head for head in heads if source.random() < 0.3)] * 3
+    ]
+    buckets = (PrefillBucket(up_to=up_to, heads=of) for up_to, of in zip((200, 600, None), sparse, strict=True))
+    plan = plan_for(model, every_head(model, PATTERN).model_copy(update={"lengths": tuple(buckets)}))
+    monkeypatch.setattr(
+        ModelLayers, "prefill_gain", lambda self, layer, *at: asked[-1].append((layer.layer, *at)) or 2.0
+    )
+    for rank in range(2):
+        asked.append([])
+        program = Program.of(plan.prefill, None, plan.model, Rank(rank, 2))
+        replace(work_on(model, None, None), program=program).rule(60.0)
+    assert asked[0] == asked[1] != []

@@ -4,6 +4,7 @@ import random
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plans_samples import model_info
@@ -170,7 +171,17 @@ def test_the_host_knows_which_rows_choose_as_the_device_does(seed: int) -> None:
     assert [host.chooses([length]) for length in lengths] == wanted_SB.any(0).tolist()
     assert host.chooses(lengths, 100) == any(c and n >= 100 for c, n in zip(wanted_SB.any(0), lengths, strict=True))
     assert not host.chooses([50, *range(321, 400)])  # dense behind the last bucket that chooses
+    assert host.chooses(np.array(lengths).view(Whole)) == bool(wanted_SB.any())
     assert host.without_room(lengths) == (wanted_SB & ~held_SB).any(0).tolist()
+
+
+class Whole(np.ndarray):
+    """Not looked at one by one: steps wait for it."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError
+
+    tolist = __iter__  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
