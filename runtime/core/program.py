@@ -135,8 +135,14 @@ class Program:
 
     @property
     def decodes_from(self) -> tuple[int, ...]:
-        """The fewest tokens of a row that chooses, by bucket; more than the bucket holds where no row does."""
-        return tuple(map(min, zip(*map(chooses_from, self.segments), strict=True)))
+        """The fewest tokens of a row that chooses, by bucket; more than the bucket holds where no row does. Roles of
+        others choose without segments, in one bucket."""
+        chosen = tuple(map(min, zip(*map(chooses_from, self.segments), strict=True)))
+        return chosen or (min(layer.role.dense_up_to for layer in self.sparse) + 1,)
+
+    @property
+    def decode_bounds(self) -> tuple[int, ...]:
+        return self.segments[0].bounds if self.segments else ()
 
     @property
     def evicting(self) -> tuple[int, ...]:

@@ -225,8 +225,7 @@ class TimedLayers(ABC):
             gain = partial(self.prefill_gain, self.program.layers[layer.layer])
             prefill = thresholds(rows, lengths, gain, hint=self.program.hint.prefill)
         if self.program.sparse:
-            bounds = self.program.segments[0].bounds
-            thresholds = partial(measure, *self._decode_sizes, bounds=bounds, margin=_MARGIN)
+            thresholds = partial(measure, *self._decode_sizes, bounds=self.program.decode_bounds, margin=_MARGIN)
             decode = thresholds(gain=self.decode_gain, until=until(_DECODE_SHARE))
             if self.mixes:  # mostly from times that are known
                 mixed = thresholds(gain=self.mixed_gain, until=until(1.0))
@@ -276,7 +275,7 @@ class TimedLayers(ABC):
         segments, longest, begins = self.program.segments, self.place.longest, self.program.decodes_from
         rows = [rows for rows in (*_DECODE_ROWS, self.place.rows) if rows <= self.place.rows]
         lengths = {*contexts(begins[0], longest), *(n for n in begins if n <= longest), longest}
-        return rows, sorted(n for n in lengths if any(part.count(n) != ALL for part in segments))
+        return rows, sorted(n for n in lengths if not segments or any(part.count(n) != ALL for part in segments))
 
     def alike(
         self, layer: LayerProgram, q_BHTD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, scale: float

@@ -54,7 +54,7 @@ class DecodeHost:
         self._lengths_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self._request_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self._segments = program.segments
-        self._bounds_N = np.array(program.segments[0].bounds, dtype=np.int64)
+        self._bounds_N = np.array(program.decode_bounds, dtype=np.int64)
         self._from_N = np.array(program.decodes_from)
 
     def chooses(self, lengths: ArrayLike, least: int | None = 0) -> bool:
