@@ -81,7 +81,7 @@ def own(flags: OwnFlags) -> None:
 def _check_python(flags: OwnFlags) -> None:
     python = flags.vllm_python
     if flags.quantization and flags.half == "transformers":
-        raise UsageError("expected --quantization beside the half in vLLM, which quantises, found half=transformers")
+        raise UsageError("expected --quantization with the half in vLLM, found half=transformers; use half=vllm")
     if python is None:
         if asked := flags.quantization or (flags.half == "vllm" and "half=vllm"):
             raise UsageError(f"expected --vllm-python beside {asked}, found none; name the Python that has vLLM")

@@ -195,7 +195,7 @@ def _below(field: str, scale: alt.Scale | alt.UndefinedType, **legend: Any) -> a
 
 
 def _tooltips(*fields: str | tuple[str, str]) -> list[alt.Tooltip]:
-    """Of fields, or fields and their formats."""
+    """Tooltips of fields, or of fields with their formats."""
     return [alt.Tooltip(one) if isinstance(one, str) else alt.Tooltip(one[0], format=one[1]) for one in fields]
 
 

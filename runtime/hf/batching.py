@@ -311,7 +311,7 @@ class BatchEngine(Engine):
 
 
 def _decodes(request: Any) -> bool:
-    """Returns whether a row of a request (`FutureRequestState`) decodes; a last piece of a prompt does not."""
+    """True where a row of a request (`FutureRequestState`) decodes; the last piece of a prompt does not."""
     return bool(request.state.generated_tokens) or request.state.request_id.startswith(f"{_WARM_UP}DECODING")
 
 

@@ -343,9 +343,8 @@ class SparseBuilder(_Builder):
         decode = None
         if host.decode is not None and evicted is None and self.drafts == host.drafts:
             decode = self._decode(host, host.decode, common, (starts, lengths, unfinished), decoding)
-        for rows in prefill:
-            if not host.is_sparse(rows.chunk):
-                host.count_dense(self._programs, rows.chunk)
+        for rows in [rows for rows in prefill if not host.is_sparse(rows.chunk)]:
+            host.count_dense(self._programs, rows.chunk)
         prefill = tuple(rows for rows in prefill if host.is_sparse(rows.chunk))
         if not prefill and decode is None and not prompts:
             return None
