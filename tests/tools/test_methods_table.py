@@ -1,0 +1,59 @@
+"""Rows of benchmarks from files of `sparsekv compare`: tasks weigh alike, intervals are within tasks."""
+
+import numpy as np
+import pytest
+from build_methods_table import lines, mean_and_draws, merged
+
+from sparsekv.bench.compare_file import CompareFile, CompareRun, Held, Sampled
+
+HELD = {"at": "0.3", "length": 4096}
+
+
+def file_of(seed: int = 0, **settings) -> CompareFile:
+    run = {"model": "m", "architecture": "sha256-2:" + "0" * 64 + ":" + "0" * 16, "weights": None, "dtype": "bfloat16"}
+    run |= {"seed": 0, "versions": {}, "phase": "prefill", "suite": "ruler", "reference": "sparsekv", "samples": 9}
+    return CompareFile(CompareRun(**run | {"device": "cpu", "backend": "auto"} | settings))
+
+
+def test_intervals_are_as_wide_as_those_of_a_mean_of_task_means() -> None:
+    rng = np.random.default_rng(1)
+    tasks = [rng.normal(3.0 * place, 1.0 + place, (count, 1)) for place, count in enumerate((12, 30, 60))]
+    mean_W, draws_XW = mean_and_draws(tasks)
+    assert mean_W[0] == pytest.approx(sum(float(task.mean()) for task in tasks) / 3)
+    deviation = sum(float(task.var()) / len(task) for task in tasks) ** 0.5 / 3
+    assert draws_XW.std() == pytest.approx(deviation, rel=0.05)
+
+
+def test_tasks_weigh_alike_and_differences_are_of_the_prompts_of_both() -> None:
+    rng, parts = np.random.default_rng(2), [file_of(), file_of()]
+    scores: dict[tuple[str, str, int], float] = {}
+    for place, (task, count) in enumerate((("vt", 3), ("cwe", 8))):
+        file = parts[place]
+        for method in ("sparsekv", "stem"):
+            file.add(Held(method=method, target=0.3, **HELD))
+        for number in range(count):
+            for method, at in (("dense", "1"), ("sparsekv", "0.3"), *([("stem", "0.3")] if number < 3 else [])):
+                score = scores[method, task, number] = float(rng.random())
+                drawn = {"task": task, "number": number, "score": score, "kl": 0.5 if method == "stem" else 0.25}
+                file.add(Sampled(method=method, at=at, length=4096, share=0.3, **drawn))
+    table = {line[0]: line for line in lines(merged(parts), 4096, "0.3")}
+
+    def mean(*methods: str, most: int) -> float:
+        each = [
+            [
+                scores[methods[-1], task, n] - (scores[methods[0], task, n] if len(methods) > 1 else 0.0)
+                for n in range(c)
+            ]
+            for task, c in (("vt", 3), ("cwe", most))
+        ]
+        return 100.0 * sum(map(np.mean, each)) / 2
+
+    assert table["dense"][1:4] == ("3 to 8", "0.300", f"{mean('dense', most=8):.1f}")
+    assert table["sparsekv"][4].startswith(f"{mean('dense', 'sparsekv', most=8):+.1f} [")
+    assert table["Stem without values"][5].startswith(f"{mean('stem', 'sparsekv', most=3):+.1f} [")
+    assert table["divergence of sparsekv over that of Stem without values"][1] == "0.500 [0.500, 0.500]"
+
+
+def test_files_of_other_runs_are_refused() -> None:
+    with pytest.raises(SystemExit, match="device: gpu there, cpu here"):
+        merged([file_of(), file_of(device="gpu")])

@@ -1,0 +1,109 @@
+"""Rows of docs/benchmarks.md from files of `sparsekv compare`, of one run in parts too:
+`python tools/build_methods_table.py FILE ...`.
+
+Scores, differences and divergences are means over tasks, which weigh alike however many samples each has. A difference
+is paired: of the samples that both methods have. Intervals are of a bootstrap within tasks.
+
+Shapes: N samples of a task, W values of a sample, X draws.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from sparsekv.bench.compare_file import DENSE_NAME, CompareFile, CompareRun, Held, Sampled, Searched, shown
+from sparsekv.plans.types import format_length
+
+Values = npt.NDArray[np.float64]
+Samples = dict[tuple[str, int], Sampled]
+_DRAWS = 10_000
+HEADER = ("", "prompts a task", "share", "score", "minus dense, 95%", "plan minus it, 95%", "divergence, 95%")
+
+
+def merged(files: Sequence[CompareFile]) -> CompareFile:
+    """One file with the records of all; of equal keys that of the first file counts.
+
+    Raises:
+        SystemExit: a file is of another run.
+    """
+    whole = CompareFile(files[0].settings)
+    for file in files:
+        if told := "; ".join(file.settings.differences(dict(whole.settings))):
+            raise SystemExit(f"expected the run of {files[0].path} in {file.path}, found another: {told}")
+        for kind in (Searched, Held, Sampled):
+            known = whole.all(kind)
+            whole.add(*(record for key, record in file.all(kind).items() if key not in known))
+    return whole
+
+
+def mean_and_draws(tasks: Sequence[Values]) -> tuple[Values, Values]:
+    """The means over tasks [W] of samples [N, W] of each, and those [X, W] of samples that are drawn again."""
+    rng = np.random.default_rng(0)
+    drawn = [task_NW[rng.integers(len(task_NW), size=(_DRAWS, len(task_NW)))].mean(1) for task_NW in tasks]
+    return np.mean([task_NW.mean(0) for task_NW in tasks], 0), np.mean(drawn, 0)
+
+
+def by_task(*samples: Samples, kl: bool = False) -> list[Values]:
+    """Scores in percent, or divergences, of the samples that all methods have: [N, W] of each task."""
+    both = [key for key in samples[0] if all(key in other for other in samples)]
+    rows = {key: [some[key].kl if kl else 100.0 * some[key].score for some in samples] for key in both}
+    return [np.array([rows[key] for key in both if key[0] == task]) for task in dict(both)]
+
+
+def with_interval(mean: float, draws_X: Values, form: str) -> str:
+    return " ".join((form, f"[{form}, {form}]")).format(mean, *np.quantile(draws_X, (0.025, 0.975)))
+
+
+def difference(one: Samples, other: Samples) -> str:
+    """The score of other minus that of one."""
+    mean_W, draws_XW = mean_and_draws(by_task(one, other))
+    return with_interval(mean_W[1] - mean_W[0], draws_XW[:, 1] - draws_XW[:, 0], "{:+.1f}")
+
+
+def lines(file: CompareFile, length: int, at: str) -> Iterator[tuple[str, ...]]:
+    """A table of all methods, dense first, then by score; and behind it ratios of divergences."""
+    methods: dict[str, Samples] = {}
+    for one in file.all(Sampled).values():
+        if one.length == length and one.at in (at, DENSE_NAME[1]):
+            methods.setdefault(one.method, {})[one.task, one.number] = one
+    dense, reference = methods.pop(DENSE_NAME[0]), file.settings.reference
+    scores = {name: float(mean_and_draws(by_task(some))[0][0]) for name, some in methods.items()}
+    yield HEADER
+    yield ("---",) * len(HEADER)
+    for name, some in [(DENSE_NAME[0], dense), *sorted(methods.items(), key=lambda item: -scores[item[0]])]:
+        counts = [len(task_NW) for task_NW in by_task(some)]
+        shares: dict[str, list[float]] = {}
+        for one in some.values():
+            if one.share is not None:
+                shares.setdefault(one.task, []).append(one.share)
+        mean_W, draws_XW = mean_and_draws(by_task(some, kl=True))
+        yield (
+            *(shown(file, name), f"{min(counts)} to {max(counts)}"),
+            f"{np.mean([np.mean(each) for each in shares.values()]):.3f}" if shares else "",
+            f"{scores[name] if name in scores else mean_and_draws(by_task(dense))[0][0]:.1f}",
+            difference(dense, some) if name != DENSE_NAME[0] else "",
+            difference(some, methods[reference]) if name not in (DENSE_NAME[0], reference) else "",
+            with_interval(mean_W[0], draws_XW[:, 0], "{:.4f}"),
+        )
+    for name, some in methods.items():
+        if name != reference:
+            mean_W, draws_XW = mean_and_draws(by_task(methods[reference], some, kl=True))
+            ratio = with_interval(mean_W[0] / mean_W[1], draws_XW[:, 0] / draws_XW[:, 1], "{:.3f}")
+            yield (f"divergence of {reference} over that of {shown(file, name)}", ratio)
+
+
+def main() -> None:
+    file = merged([CompareFile.read(CompareRun, Path(path)) for path in sys.argv[1:]])
+    for length, at in dict.fromkeys((one.length, one.at) for one in file.all(Held).values()):
+        print(f"\n{format_length(length)}, {file.settings.phase}, held to {at}\n")
+        for line in lines(file, length, at):
+            print("|", " | ".join(line), "|")
+
+
+if __name__ == "__main__":
+    main()
