@@ -17,6 +17,7 @@ from sparsekv.plans.model import ModelInfo, weights_fingerprint
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import Program, Rank
 from sparsekv.runtime.core.state import Gather
+from sparsekv.runtime.core.timed_layers import Place
 from sparsekv.runtime.hub import model_folder
 from sparsekv.runtime.model_config import describe_config, dtype_name, files_fingerprint, has_soft_cap
 from sparsekv.runtime.paged.captured_prefill import CapturedPrefill, memory_of
@@ -126,6 +127,7 @@ def start(
             model.device,
         )  # fmt: skip
     host.drafts, host.model = able.drafts, described.fingerprint.architecture
+    host.place = Place.of(plan, model.longest, model.step, model.rows)
     if program.sparse:
         room = (model.rows, model.longest, model.device)
         ranks = gather if model.rank.count > 1 else None

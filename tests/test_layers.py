@@ -35,7 +35,8 @@ HOSTS = {"transformers", "vllm", "sglang"}
 # What names no host in its code, and inside runtime/ imports none.
 NAMELESS = ("kernels", "runtime/core", "runtime/stores", "runtime/paged")
 HOSTLESS = {"runtime/core": {"runtime/core", "runtime/stores"}, "runtime/stores": {"runtime/stores"}}
-HOSTLESS["runtime/paged"] = {"runtime/paged", "runtime/core", "runtime/stores"}  # what engines share
+# What engines share; it measures, by the device's name, into the folder of caches.
+HOSTLESS["runtime/paged"] = {f"runtime/{name}" for name in ("paged", "core", "stores", "model_config", "settings")}
 # One name in two folders: a backend with two phases, a phase and its bench, a pattern with two builders, a command over
 # its module, settings of a host and those of the environment.
 SHARED_NAMES = {"__init__", "cpu", "triton", "prefill", "decode", "settings"}

@@ -7,19 +7,22 @@ request, K tokens of a request, D head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from sparsekv.kernels.backends import Fallback
+from sparsekv.kernels.backends import Fallback, is_backend_failure
 from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, Softmax, full_view
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.timed_layers import Place
 from sparsekv.runtime.paged.captured_prefill import CapturedPrefill
-from sparsekv.runtime.paged.metrics import Counters
+from sparsekv.runtime.paged.metrics import Counters, publish
 from sparsekv.runtime.paged.step_rows import DecodeHost, PrefillRows
 
 
@@ -76,6 +79,19 @@ class Scratch:
         return self._k.view(dtype)[:numbers].view(shape), self._v.view(dtype)[:numbers].view(shape)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """The arguments of a layer's attention in a step."""
+
+    queries: Callable[[slice], torch.Tensor]  # [T, H, D] of some rows, as they attend
+    new: tuple[torch.Tensor | None, torch.Tensor | None]  # keys and values of the step, [T, G, D], where they are given
+    pages: tuple[torch.Tensor, torch.Tensor]  # [N, G, S, D] each
+    table_BP: torch.Tensor
+    scale: float
+    softmax: Softmax
+    scales: Scales | None  # of a cache in 8 bits
+
+
 class PlanHost:
     """A plan at work in one worker of an engine; all layers share it.
 
@@ -85,7 +101,11 @@ class PlanHost:
         drafted: tokens that others draft at a time.
     """
 
+    engine: Any  # with the names that timed_kernels.py calls
     model: str  # fingerprint of its architecture
+    place: Place
+    holds_dense = False  # whether decode steps are captured a second time, without our kernels
+    program_us = 0.0  # microseconds of the engine's program from the attention of one layer to that of the next
 
     def __init__(self, program: Program, backend: str, scratch: Scratch, longest: int, drafted: int = 0) -> None:
         self.program = program
@@ -136,6 +156,40 @@ class PlanHost:
             else:
                 self.counters.dense_tokens += rows.chunk.rows[0]
 
+    def attend_chunks(
+        self, layer: LayerProgram, step: LayerStep, prefill: Sequence[PrefillRows], out_THD: torch.Tensor
+    ) -> frozenset[int]:
+        """Computes those of a step's chunks that the plan runs sparse in this layer; which requests that were."""
+        done = set()
+        for rows in prefill:
+            if layer.patterns_at(rows.chunk.longest):
+                try:
+                    out_THD[rows.tokens] = self._attend_chunk(layer, step, rows)
+                    done.add(rows.request)
+                    continue
+                except Exception as error:
+                    if not is_backend_failure(error, out_THD.device):
+                        raise
+                    if self._count_failure(error):  # one request must not end the engine, and with it all others
+                        what = "sparsekv: prefill by %s failed, such chunks run dense"
+                        self.engine.logger.warning(what, self.backend, exc_info=error)
+            self.count_dense((layer,), rows.chunk)
+        return frozenset(done)
+
+    def _attend_chunk(self, layer: LayerProgram, step: LayerStep, rows: PrefillRows) -> torch.Tensor:
+        chunk, (k_TGD, v_TGD), table_P = rows.chunk, step.new, step.table_BP[rows.request]
+        q_THD, by = step.queries(rows.tokens), (step.scale, step.softmax)
+        if self.captured is not None and layer.role.evicts is None:
+            meter = self.counters.meter
+            attended = self.captured.attend(rows, layer, q_THD, step.pages, table_P, chunk, *by, meter, step.scales)
+            if attended is not None:
+                return attended
+        if chunk.past[0] == 0 and step.scales is None and k_TGD is not None and v_TGD is not None:
+            keys = full_view(*(x_TGD[rows.tokens].transpose(0, 1)[None] for x_TGD in (k_TGD, v_TGD)))
+        else:  # new ones of a cache in 8 bits are read back, as answers would depend on the cut else
+            keys = self.scratch.copy(step.pages, table_P, chunk.longest, step.scales)
+        return self.prefill(layer, q_THD, replace(keys, softmax=step.softmax), chunk, step.scale)
+
     def prefill(
         self, layer: LayerProgram, q_THD: torch.Tensor, keys: KeyView, chunk: Chunk, scale: float, counted: bool = True
     ) -> torch.Tensor:
@@ -161,12 +215,19 @@ class PlanHost:
             keys = replace(self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], length), softmax=softmax)
             self.prefill(layer, q_THD[:rows], keys, chunk, 1.0, counted=False)
 
-    def count_failure(self, error: Exception) -> bool:
+    def _count_failure(self, error: Exception) -> bool:
         """Counts a chunk that runs dense as its backend failed; whether the error is the first of its kind."""
         self.counters.failures += 1
         is_new = type(error) not in self._failures
         self._failures.add(type(error))
         return is_new
+
+    def report(self, prefilling: bool) -> None:
+        """Tells the counts of the steps before, where it is time for that."""
+        new = self.counters.report(time.monotonic(), prefilling)
+        if new is not None and self.program.rank.index == 0:  # the others count the same
+            self.engine.logger.info("sparsekv: %s", new)
+            publish(new, self.pays)
 
     def count_dense(self, layers: Sequence[LayerProgram], chunk: Chunk) -> None:
         """Counts a chunk that the engine's own kernel computes in these layers, which have the tile of the plan."""

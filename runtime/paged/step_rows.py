@@ -334,10 +334,3 @@ def behind_decode(starts: Sequence[int], prefilling: Sequence[bool], decoded: in
 def decode_rows(starts: Sequence[int], prefill: Sequence[PrefillRows]) -> int:
     """Requests that decode: the first of the step, with the padding behind them; see `behind_decode`."""
     return min((rows.request for rows in prefill), default=len(starts) - 1)
-
-
-def split_rows(
-    layer: LayerProgram, prefill: Sequence[PrefillRows]
-) -> tuple[tuple[PrefillRows, ...], tuple[PrefillRows, ...]]:
-    sparse = tuple(rows for rows in prefill if layer.patterns_at(rows.chunk.longest))
-    return sparse, tuple(rows for rows in prefill if rows not in sparse)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from sparsekv.runtime.engine_plan import EngineModel, Wanted, agreed_plan, start
 from sparsekv.runtime.hub import plan_beside
 from sparsekv.runtime.model_config import quantisation_of
 from sparsekv.runtime.paged.plan_host import PlanHost
+from sparsekv.runtime.paged.timed_kernels import measured_rule
 from sparsekv.runtime.plan_checks import Host, segments_of
 from sparsekv.runtime.sglang.planned_backend import OnCpu, OnCuda, PlannedLayer, logger, with_methods
 
@@ -56,6 +58,7 @@ def with_plan(backend: Any, runner: Any, required: bool) -> Any:
         attention = [layer for layer in runner.model.modules() if isinstance(layer, RadixAttention)]
         ours = with_methods(backend, OnCuda if runner.device == "cuda" else OnCpu)
         ours.plan_host, ours.plan_page = host, runner.page_size
+        host.engine = _engine_of(ours)
         ours.plan_layers = {layer.layer_id: _planned_layer(host, layer) for layer in attention}
         settings = resolved_view(runner.server_args)
         # Beside drafts, rows of mixed steps are dense as well.
@@ -63,6 +66,8 @@ def with_plan(backend: Any, runner: Any, required: bool) -> Any:
         ours.needs_cpu_seq_lens = True  # the host decides by lengths which rows choose
         if runner.device == "cuda":
             _warm_up(ours, attention, host.step)
+            first = ours.plan_layers[attention[0].layer_id]
+            host.pays = measured_rule(host, host.scratch.kind[1], attention[0].head_dim, first.scales, first.softmax)
     except Exception as error:  # whatever compilers raise, too
         if not isinstance(error, (SparseKVError, *_UNLIKE)) and get_parallel().attn_tp_size > 1:
             raise  # other ranks may have succeeded, and would wait for this one
@@ -229,6 +234,23 @@ def _warm_up(backend: Any, attention: Sequence[Any], step: int) -> None:
         if host.decode is not None:
             programs = [own.program for own in planned]
             host.decode.warm_up(programs, pages, host.longest, first.softmax, first.scales)
+
+
+def _engine_of(backend: Any) -> Any:
+    """SGLang as hosts use it: its log, its ranks, caches that are laid out as a layer's, and its kernel over them."""
+
+    def empty_cache(pages: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(2, pages, backend.plan_page, kv_heads, size, dtype=dtype, device=device)
+
+    platform = SimpleNamespace(
+        page=backend.plan_page,
+        pages_of=lambda cache: tuple(x_NSGD.transpose(1, 2) for x_NSGD in cache),
+        attention=partial(OnCuda.attention, backend),
+    )
+    return SimpleNamespace(
+        platform=platform, empty_cache=empty_cache, gather=_gather, gather_bytes=_gather_bytes, logger=logger,
+        release=f"SGLang {version('sglang')}",
+    )  # fmt: skip
 
 
 def _gather(x: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,11 @@ D head size.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, takewhile
 from typing import Any, ClassVar
 
@@ -23,12 +23,10 @@ import torch
 from sglang.srt.mem_cache.layout.paged_view import paged_kv_view
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sparsekv.kernels.backends import is_backend_failure
-from sparsekv.kernels.keys import Scales, Softmax, full_view
+from sparsekv.kernels.keys import FLOAT8, PLAIN, Scales, Softmax
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.paged.metrics import publish
-from sparsekv.runtime.paged.plan_host import PlanHost
-from sparsekv.runtime.paged.step_rows import DecodeRows, PrefillRows, StepRows, prefill_rows, split_rows
+from sparsekv.runtime.paged.plan_host import LayerStep, PlanHost
+from sparsekv.runtime.paged.step_rows import DecodeRows, StepRows, prefill_rows
 
 logger = logging.getLogger("sglang.sparsekv")
 
@@ -83,6 +81,25 @@ class OnCuda:
         made for the true lengths, remains: it says into how many parts a row is split at most."""
         return replace(metadata, cache_seqlens_int32=lengths_B)
 
+    @staticmethod
+    def attention(
+        backend: Any, q_THD: torch.Tensor, cache: torch.Tensor, table_BP: torch.Tensor, lengths: Sequence[int],
+        scale: float, out_THD: torch.Tensor, scales: Scales | None = None, softmax: Softmax = PLAIN,
+    ) -> Callable[[], Any]:  # fmt: skip
+        """A launch of SGLang's kernel, causal, of the last rows of requests, over a layer's keys and values in pages,
+        [2, N, S, G, D]; into memory of its own."""
+        like: Any = {"dtype": torch.int32, "device": q_THD.device}
+        rows, by = len(q_THD) // len(lengths), {}
+        if scales is not None:
+            cache, each = cache.view(FLOAT8), (scales.k_G, scales.v_G)
+            by = dict(zip(("k_descale", "v_descale"), (x_G.expand(len(lengths), -1) for x_G in each), strict=True))
+        return partial(
+            backend.flash_attn_with_kvcache, q=q_THD, k_cache=cache[0], v_cache=cache[1], page_table=table_BP,
+            cache_seqlens=torch.tensor(lengths, **like), cu_seqlens_q=torch.arange(0, len(q_THD) + 1, rows, **like),
+            max_seqlen_q=rows, softmax_scale=scale, causal=True, softcap=softmax.cap, sinks=softmax.sinks_H,
+            num_splits=backend.num_splits, ver=backend.fa_impl_ver, **by,
+        )  # fmt: skip
+
 
 @dataclass(slots=True)
 class PlannedLayer:
@@ -96,17 +113,6 @@ class PlannedLayer:
         if sinks_H is not None and self.softmax.sinks_H is not sinks_H:
             self.softmax = replace(self.softmax, sinks_H=sinks_H)
         return self
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """The arguments of attention of one layer in a step."""
-
-    planned: PlannedLayer
-    q_THD: torch.Tensor
-    new: tuple[Any, Any]  # keys and values, [T, G, D] each
-    pages: Pages
-    table_BP: torch.Tensor
 
 
 class Planned:
@@ -144,23 +150,23 @@ class Planned:
         if planned is None or step is None:
             return dense(q, k, v, layer, forward_batch, save_kv_cache, **others)
         decode = step.decode if planned.program.role.is_sparse else None
-        sparse, left = split_rows(planned.program, step.prefill)
-        for rows in left:
-            self.plan_host.count_dense((planned.program,), rows.chunk)
-        if not sparse and decode is None:
+        if decode is None and not any(planned.program.patterns_at(rows.chunk.longest) for rows in step.prefill):
+            for rows in step.prefill:
+                self.plan_host.count_dense((planned.program,), rows.chunk)
             return dense(q, k, v, layer, forward_batch, save_kv_cache, **others)
         if save_kv_cache and k is not None:
             self._store(layer, forward_batch, k, v)
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         out_THD = torch.empty_like(q_THD)
         new = (k, v) if save_kv_cache else (None, None)  # the model has stored them, and maybe turned them there alone
-        given = _Layer(planned, q_THD, new, self.pages(layer), step.table)
-        done = self._sparse(given, sparse, out_THD)
+        by = planned.scale, planned.softmax, planned.scales
+        given = LayerStep(q_THD.__getitem__, new, self.pages(layer), step.table, *by)
+        done = self.plan_host.attend_chunks(planned.program, given, step.prefill, out_THD)
         if decode is not None:
             first = len(step.starts) - 1 - len(decode.requests)
             self._attend(planned, decode, q_THD[step.starts[first] :], layer, out_THD[step.starts[first] :])
             done |= set(range(first, len(step.starts) - 1))
-        for rest in step.rest(frozenset(done)):
+        for rest in step.rest(done):
             batch, metadata = rest.metadata
             k_TGD, v_TGD = (None if x is None else x[rest.tokens] for x in (k, v))
             with self._given(metadata):
@@ -203,7 +209,7 @@ class Planned:
         lengths = [past + count for past, count in zip(pasts, rows, strict=True)]
         host, batch = self.plan_host, len(rows)
         prefill = prefill_rows(starts, lengths, [False] * batch)
-        self._report(bool(prefill))  # of the steps before: the layers of this one have not run yet
+        self.plan_host.report(bool(prefill))  # of the steps before: the layers of this one have not run yet
         host.count_step(prefill)
         paying = tuple(chunk for chunk in prefill if host.is_sparse(chunk.chunk))
         for chunk in prefill:
@@ -221,7 +227,7 @@ class Planned:
         )
 
     def _begin_decode(self, forward_batch: Any, captured: bool) -> StepRows | None:
-        self._report(False)
+        self.plan_host.report(False)
         known = forward_batch.seq_lens_cpu  # None where SGLang makes up a step
         lengths = (forward_batch.seq_lens if known is None else known).tolist()
         chosen = self._chosen(forward_batch, lengths, 0, captured)
@@ -233,7 +239,8 @@ class Planned:
         if host.decode is None:
             host.counters.decode_dense += sum(length > 1 for length in own)
             return None
-        least = host.pays.of_decode(captured).least(own)
+        rule = host.pays.of_decode(captured)
+        least = rule.least(own)
         host.decode.count([range(length, length + 1) for length in own], host.counters, least)
         if not (captured or host.decode.chooses(own, least)):
             return None
@@ -241,7 +248,9 @@ class Planned:
         # A graph reads the lengths where it was captured.
         lengths_B = self.forward_metadata.cache_seqlens_int32 if captured else forward_batch.seq_lens[first:].int()
         whole = bool(first) or not self.plan_device.zero_lengths
-        return host.decode.begin(lengths_B, (), table_BP, None, least, None, len(own), whole)
+        chosen = host.decode.begin(lengths_B, (), table_BP, None, least, None, len(own), whole)
+        # A graph of so many rows, where no length pays, holds SGLang's kernel alone; one of more rows reads zeros.
+        return None if rule.at(len(own)) is None else chosen
 
     def _part(self, forward_batch: Any, starts: Sequence[int], first: int, end: int) -> tuple[Any, Any]:
         """A step of the requests from the `first` to before the `end` alone, as far as attention reads it, and its
@@ -292,45 +301,6 @@ class Planned:
     ) -> None:
         pages = self.pages(layer)
         decode.attend(planned.program, q_BHD, pages, out_BHD, planned.scale, planned.softmax, planned.scales)
-
-    def _sparse(self, given: _Layer, sparse: Sequence[PrefillRows], out_THD: torch.Tensor) -> set[int]:
-        """Computes the chunks that the plan runs sparse in this layer; which requests that were."""
-        host, done = self.plan_host, set()
-        for rows in sparse:
-            try:
-                out_THD[rows.tokens] = self._chunk(given, rows)
-            except Exception as error:
-                if not is_backend_failure(error, out_THD.device):
-                    raise
-                if host.count_failure(error):  # one request must not end the engine, and with it all others
-                    said = "sparsekv: prefill by %s failed, such chunks run dense"
-                    logger.warning(said, host.backend, exc_info=error)
-                host.count_dense((given.planned.program,), rows.chunk)
-            else:
-                done.add(rows.request)
-        return done
-
-    def _chunk(self, given: _Layer, rows: PrefillRows) -> torch.Tensor:
-        host, planned, q_RHD = self.plan_host, given.planned, given.q_THD[rows.tokens]
-        program, chunk, table_P = planned.program, rows.chunk, given.table_BP[rows.request]
-        by = planned.scale, planned.softmax, host.counters.meter, planned.scales
-        if host.captured is not None:
-            attended = host.captured.attend(rows, program, q_RHD, given.pages, table_P, chunk, *by)
-            if attended is not None:
-                return attended
-        if chunk.past[0] == 0 and planned.scales is None and given.new[0] is not None:
-            k_BGTD, v_BGTD = (x_TGD[rows.tokens].transpose(0, 1)[None] for x_TGD in given.new)
-            keys = full_view(k_BGTD, v_BGTD)
-        else:  # new ones of a cache in 8 bits are read back, as answers would depend on the cut else
-            keys = host.scratch.copy(given.pages, table_P, chunk.longest, planned.scales)
-        return host.prefill(program, q_RHD, replace(keys, softmax=planned.softmax), chunk, planned.scale)
-
-    def _report(self, prefilling: bool) -> None:
-        host = self.plan_host
-        new = host.counters.report(time.monotonic(), prefilling)
-        if new is not None and host.program.rank.index == 0:  # the others count the same
-            logger.info("sparsekv: %s", new)
-            publish(new, host.pays)
 
 
 def with_methods(backend: Any, device: Any) -> Any:

@@ -9,32 +9,28 @@ Shapes: T tokens of the step, H query heads, G KV heads, N pages, S tokens of a 
 from __future__ import annotations
 
 import time
-import traceback
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from sparsekv.kernels.backends import is_backend_failure
-from sparsekv.kernels.keys import FLOAT8, PLAIN, KeyView, Scales, Softmax, full_view
+from sparsekv.kernels.keys import FLOAT8, PLAIN, Scales, Softmax
 from sparsekv.plans.errors import SparseKVError, UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.state import Observed
-from sparsekv.runtime.paged.metrics import publish
+from sparsekv.runtime.paged.plan_host import LayerStep
 from sparsekv.runtime.paged.step_rows import (
     DecodeHost,
     DecodeRows,
-    PrefillRows,
     Rest,
     StepRows,
     behind_decode,
     decode_rows,
     prefill_rows,
-    split_rows,
 )
+from sparsekv.runtime.paged.timed_kernels import measured_rule
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm.devices import check_pages, scales_of
 from sparsekv.runtime.vllm.engine_host import (
@@ -48,7 +44,6 @@ from sparsekv.runtime.vllm.engine_host import (
 )
 from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks, EvictedLengths, EvictedTable, Requests, move
 from sparsekv.runtime.vllm.settings import check_engine_layer, plan_of, read_options
-from sparsekv.runtime.vllm.timed_kernels import measured_rule
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
 _Backend: Any
@@ -172,7 +167,11 @@ class SparseImpl(_Impl):
     ) -> None:  # fmt: skip
         layer, query, key, value, kv_cache, attn_metadata, output = given
         decode = step.decode if program.role.is_sparse else None
-        done = self._sparse(host, program, step, (query, key, value), kv_cache, output)
+        pages = vllm.platform.pages_of(kv_cache)
+        rows = LayerStep(
+            lambda rows: self._read(query[rows]), (key, value), pages, step.table, self.scale, self.softmax, self.scales
+        )
+        done = host.attend_chunks(program, rows, step.prefill, output)
         if not done and decode is None:
             dense(*given)
             return
@@ -184,49 +183,8 @@ class SparseImpl(_Impl):
             q_THD, k_TGD, v_TGD, out_THD = (_rows_of(x, rest.tokens) for x in (query, key, value, output))
             dense(layer, q_THD, k_TGD, v_TGD, kv_cache, rest.metadata, out_THD)
         if decode is not None:
-            rows, pages = decode.rows, vllm.platform.pages_of(kv_cache)
-            decode.attend(program, query[rows], pages, output[rows], self.scale, self.softmax, self.scales)
-
-    def _sparse(
-        self, host: EngineHost, program: LayerProgram, step: StepRows, qkv: tuple[torch.Tensor, ...],
-        kv_cache: torch.Tensor, output: torch.Tensor,
-    ) -> frozenset[int]:  # fmt: skip
-        """Computes what the plan runs sparse in this layer; which requests that were."""
-        sparse, dense = split_rows(program, step.prefill)
-        pages, done = vllm.platform.pages_of(kv_cache), set()
-        for rows in sparse:
-            q_THD, k_TGD, v_TGD = (_rows_of(x, rows.tokens) for x in qkv)
-            try:
-                q_THD = self._read(q_THD)
-                out_THD = self._captured(host, program, rows, q_THD, pages, step.table)
-                if out_THD is None:
-                    keys = _keys(host, rows, (k_TGD, v_TGD), pages, step.table, self.scales)
-                    keys = replace(keys, softmax=self.softmax)
-                    out_THD = host.prefill(program, q_THD, keys, rows.chunk, self.scale)
-                output[rows.tokens] = out_THD
-            except Exception as error:
-                if not is_backend_failure(error, q_THD.device):
-                    raise
-                if host.count_failure(error):  # one request must not end the engine, and with it all others
-                    what = "".join(traceback.format_exception(error))
-                    vllm.logger.warning("sparsekv: prefill by %s failed, such chunks run dense: %s", host.backend, what)
-                dense += (rows,)
-            else:
-                done.add(rows.request)
-        for rows in dense:
-            host.count_dense((program,), rows.chunk)
-        return frozenset(done)
-
-    def _captured(
-        self, host: EngineHost, program: LayerProgram, rows: PrefillRows, q_THD: torch.Tensor,
-        pages: tuple[torch.Tensor, torch.Tensor], table: torch.Tensor,
-    ) -> torch.Tensor | None:  # fmt: skip
-        if host.captured is None or program.role.evicts is not None:
-            return None
-        table_P, meter = table[rows.request], host.counters.meter
-        return host.captured.attend(
-            rows, program, q_THD, pages, table_P, rows.chunk, self.scale, self.softmax, meter, self.scales
-        )
+            out_RHD = output[decode.rows]
+            decode.attend(program, query[decode.rows], pages, out_RHD, self.scale, self.softmax, self.scales)
 
 
 class SparseBuilder(_Builder):
@@ -324,7 +282,7 @@ class SparseBuilder(_Builder):
             tokens = decoded_dense(host, common, self._graph_rows)
             if tokens is not None:
                 if self._counts:
-                    self._report(host, False)
+                    host.report(False)
                     host.counters.decode_dense += 0 if host.decode is None else tokens
                     host.decodes_dense = True
                 return None
@@ -336,7 +294,7 @@ class SparseBuilder(_Builder):
         prompts = () if evicted is None else evicted.prompts
         decoding = decode_rows(starts, prefill)
         if self._counts:
-            self._report(host, bool(prefill))  # of the steps before: the layers of this one have not run yet
+            host.report(bool(prefill))  # of the steps before: the layers of this one have not run yet
             host.count_step(prefill)
         if evicted is not None:  # lines and tiles mean nothing over keys of which some were evicted
             prefill = tuple(rows for rows in prefill if not evicted.shortened[rows.request])
@@ -383,13 +341,6 @@ class SparseBuilder(_Builder):
         chosen = decode.begin(lengths_B, prompts, table_BP, part_of, least, starts_X, rows, whole)
         # A graph of so many rows, where no length pays, holds the engine's kernel alone; one of more rows reads zeros.
         return None if rule.at(requests) is None else chosen
-
-    @staticmethod
-    def _report(host: EngineHost, prefilling: bool) -> None:
-        new = host.counters.report(time.monotonic(), prefilling)
-        if new is not None and host.program.rank.index == 0:  # the others count the same
-            vllm.logger.info("sparsekv: %s", new)
-            publish(new, host.pays)
 
     def _part_of(self, common: Any, first: int, end: int) -> Any:
         # A fast build leaves alone what the builder keeps for the whole step: a schedule that graphs read.
@@ -452,18 +403,6 @@ def _leave_dense(config: Any, error: SparseKVError) -> None:
 def _rows_of(x: Any, rows: slice) -> Any:
     """Rows of a step; None where a layer attends to keys and values of another one, and vLLM hands it none."""
     return None if x is None else x[rows]
-
-
-def _keys(
-    host: EngineHost, rows: PrefillRows, new: tuple[torch.Tensor | None, torch.Tensor | None],
-    pages: tuple[torch.Tensor, torch.Tensor], table: torch.Tensor, scales: Scales | None,
-) -> KeyView:  # fmt: skip
-    """All keys of a request so far. Without a past its new rows are all there is; of a cache in 8 bits they are read
-    back, as answers would depend on the cut else."""
-    k_TGD, v_TGD = new
-    if rows.chunk.past[0] == 0 and scales is None and k_TGD is not None and v_TGD is not None:
-        return full_view(k_TGD.transpose(0, 1)[None], v_TGD.transpose(0, 1)[None])
-    return host.scratch.copy(pages, table[rows.request], rows.chunk.longest, scales)
 
 
 def _evict_blocks(config: Any) -> None:

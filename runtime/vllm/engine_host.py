@@ -14,7 +14,6 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.state import Gather, Observed
-from sparsekv.runtime.core.timed_layers import Place
 from sparsekv.runtime.engine_plan import EngineModel, Wanted, start
 from sparsekv.runtime.paged.metrics import ServingStats
 from sparsekv.runtime.paged.plan_host import PlanHost
@@ -30,16 +29,19 @@ class EngineHost(PlanHost):
 
     evicting: EvictingHost | None = None  # where layers do
     measures = False  # where the plan is faster, before anything is captured
-    holds_dense = False  # whether decode steps are captured a second time, without our kernels
     dense_graphs = False  # whether those are there
     decodes_dense = False  # whether nothing chooses in the step at hand
-    place: Place
     passed: list[tuple[float, float]]  # when attention of the layers began and ended in steps without a cache
 
     @property
-    def program_us(self) -> float:
-        """Microseconds of the engine's program from the attention of one layer to that of the next, in a step that is
-        not captured; 0 where none was seen."""
+    def engine(self) -> Any:
+        from sparsekv.runtime.vllm import internals  # which imports this file
+
+        return internals
+
+    @property
+    def program_us(self) -> float:  # type: ignore[override]
+        """In a step that is not captured; 0 where none was seen."""
         gaps = (1e6 * (begun - ended) for (_, ended), (begun, _) in pairwise(self.passed))
         return min(_MOST_PROGRAM_US, min(gaps, default=0.0))
 
@@ -65,7 +67,6 @@ def start_host(
     wanted = Wanted(able, options.backend, options.allow_mismatch, _ALLOW_MISMATCH, facts.drafted)
     host = start(EngineHost, plan, path, model, wanted, gather)
     warn_of_release(facts, options)
-    host.place = Place.of(plan, model.longest, model.step, model.rows)
     host.measures, host.passed = options.pays is None, []
     host.pays = options.pays or host.program.hint
     if plan.evicting:

@@ -74,7 +74,9 @@ def test_a_kernel_that_fails_leaves_its_chunks_dense_and_each_kind_of_failure_is
     engine: Any, dense: Oracle, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, told = plan_host_of(engine), []
-    monkeypatch.setattr(logger, "warning", lambda message, *args: told.append(message % args))
+    monkeypatch.setattr(
+        logger, "warning", lambda message, *args, exc_info: told.append(f"{message % args}: {exc_info!r}")
+    )
     with monkeypatch.context() as failing:
         failing.setattr(host, "prefill", raises(torch.OutOfMemoryError))
         (output,) = generate(engine, [prompts[700]])

@@ -22,11 +22,12 @@ from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
 from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.core.timed_layers import Place, Timers
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.paged import timed_kernels
 from sparsekv.runtime.paged.step_rows import DecodeRows
-from sparsekv.runtime.vllm import engine_host, timed_kernels
+from sparsekv.runtime.paged.timed_kernels import EngineLayers
+from sparsekv.runtime.vllm import engine_host, internals
 from sparsekv.runtime.vllm.engine_host import serving_stats
 from sparsekv.runtime.vllm.settings import read_options
-from sparsekv.runtime.vllm.timed_kernels import EngineLayers
 
 Prompts = dict[int, list[int]]
 
@@ -280,10 +281,10 @@ def test_ranks_decide_alike_by_the_times_of_the_first_and_stop_where_one_has_no_
     first = iter(
         [0.0, 8.0, 9.0, 0.0, 10.0, 5.0, 0.0, 10.0, 6.0, 3.0]
     )  # memory, dense, sparse: idle, longest, here; gain
-    monkeypatch.setattr(timed_kernels.vllm, "gather", lambda mine: torch.stack([torch.tensor([next(first)]), mine]))
+    monkeypatch.setattr(internals, "gather", lambda mine: torch.stack([torch.tensor([next(first)]), mine]))
     assert layers.decode_gain(1, 2048) == 3.0
     assert layers.costs == {1: 1.0}
-    monkeypatch.setattr(timed_kernels.vllm, "gather", lambda mine: torch.stack([torch.tensor([math.nan]), mine]))
+    monkeypatch.setattr(internals, "gather", lambda mine: torch.stack([torch.tensor([math.nan]), mine]))
     assert math.isnan(layers.decode_gain(1, 2048))
 
 

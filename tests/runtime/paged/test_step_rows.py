@@ -1,10 +1,12 @@
 """Which rows of an engine step are prefill, and which of those run sparse."""
 
+import pytest
 import torch
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.paged.plan_host import PlanHost
 from sparsekv.runtime.paged.step_rows import (
     PrefillRows,
     Rest,
@@ -13,7 +15,6 @@ from sparsekv.runtime.paged.step_rows import (
     contiguous_ranges,
     decode_rows,
     prefill_rows,
-    split_rows,
 )
 
 SPARSE = (AShape(sink=tokens(64), window=tokens(64)),) * 2
@@ -72,9 +73,15 @@ def test_a_single_row_of_a_prompt_before_others_that_decode_is_computed_with_tho
     assert behind_decode([0, 1, 1], [True, False]) == [True, False]  # padding decodes nothing
 
 
-def test_a_chunk_is_sparse_by_the_length_at_its_end() -> None:
-    before, behind = (PrefillRows(n, slice(0, 100), Chunk((end - 100,), (end,))) for n, end in enumerate((512, 513)))
-    assert split_rows(LAYER, (before, behind)) == ((behind,), (before,))
+def test_a_chunk_is_sparse_by_the_length_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = [PrefillRows(n, slice(n, n + 1), Chunk((end - 100,), (end,))) for n, end in enumerate((512, 513))]
+    host, dense = object.__new__(PlanHost), []
+    monkeypatch.setattr(host, "_attend_chunk", lambda layer, step, rows: torch.ones(1), raising=False)
+    monkeypatch.setattr(host, "count_dense", lambda layers, chunk: dense.append((layers, chunk)), raising=False)
+    out_T = torch.zeros(2)
+    assert host.attend_chunks(LAYER, None, chunks, out_T) == {1}
+    assert out_T.tolist() == [0, 1]
+    assert dense == [((LAYER,), chunks[0].chunk)]
 
 
 def test_what_is_left_to_the_dense_kernel_is_in_contiguous_ranges_without_padding() -> None:

@@ -1,7 +1,7 @@
-"""Measures in an engine of vLLM where its plan is faster than vLLM's own attention, once a place.
+"""Measures in an engine where its plan is faster than the engine's own attention, once a place.
 
-Timed is one layer over random keys in scattered pages: vLLM's kernel beside the kernels that run in its place, the copy
-of a past and the index of a chunk included.
+Timed is one layer over random keys in scattered pages: the engine's kernel beside the kernels that run in its place,
+the copy of a past and the index of a chunk included.
 
 Shapes: T rows of a request's chunk, H query heads, G KV heads, D head size, P pages of a request, B requests of a
 decode step, R their rows.
@@ -25,10 +25,9 @@ from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.core.timed_layers import Launch, RuleFile, TimedLayers, Timer, Timers, rule_key
 from sparsekv.runtime.model_config import device_name
+from sparsekv.runtime.paged.plan_host import PlanHost
 from sparsekv.runtime.paged.step_rows import DecodeRows
 from sparsekv.runtime.settings import cache_folder
-from sparsekv.runtime.vllm import internals as vllm
-from sparsekv.runtime.vllm.engine_host import EngineHost
 
 Made = TypeVar("Made")
 
@@ -43,18 +42,18 @@ _MOST_BYTES = 1 << 31  # of pages, many times a device's cache; more rows share 
 class Pages:
     """Keys and values of one layer in pages, and the pages of each row."""
 
-    cache: torch.Tensor  # as vLLM's kernel takes it
+    cache: Any  # as the engine's kernel takes it
     pages: tuple[torch.Tensor, torch.Tensor]  # the same as ours do, [N, G, S, D] each
     table_BP: torch.Tensor  # int32
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLayers(TimedLayers):
-    """The layers of an engine beside vLLM's kernel, which takes queries in e4m3 beside a cache in 8 bits."""
+    """The layers of an engine beside its kernel, which takes queries in e4m3 beside a cache in 8 bits."""
 
     mixes: ClassVar[bool] = True
 
-    host: EngineHost
+    host: PlanHost
     device: torch.device
     size: int  # of a head
     scales: Scales | None = None  # of a cache in 8 bits; queries have none
@@ -79,7 +78,7 @@ class EngineLayers(TimedLayers):
     def agreed(self, measured: float) -> float:
         if self.ranks == 1:
             return measured
-        of_ranks = vllm.gather(torch.tensor([measured], dtype=torch.float32, device=self.device))
+        of_ranks = self.host.engine.gather(torch.tensor([measured], dtype=torch.float32, device=self.device))
         return math.nan if of_ranks.isnan().any() else float(of_ranks[0, 0])
 
     def prefill_gain(self, layer: LayerProgram, rows: int, length: int) -> float:
@@ -240,7 +239,7 @@ class EngineLayers(TimedLayers):
         if scales is not None and q_THD.is_cuda:
             scales = replace(scales, q_G=torch.ones_like(scales.k_G))
             q_THD = q_THD.to(FLOAT8)
-        launch: Launch = vllm.platform.attention(
+        launch: Launch = self.host.engine.platform.attention(
             q_THD, pages.cache, pages.table_BP, lengths, scale, out_THD, scales, self.softmax
         )
         return launch
@@ -249,38 +248,40 @@ class EngineLayers(TimedLayers):
         return torch.randn(rows, heads, self.size, dtype=self.dtype, device=self.device)
 
     def _pages(self, rows: int, tokens: int, kv_heads: int) -> Pages:
-        page, dtype = vllm.platform.page, self.dtype if self.scales is None else torch.uint8
+        engine = self.host.engine
+        page, dtype = engine.platform.page, self.dtype if self.scales is None else torch.uint8
         each = -(-tokens // page)
         count = max(each, min(rows * each, _MOST_BYTES // (2 * page * kv_heads * self.size * dtype.itemsize)))
-        cache = vllm.empty_cache(count, kv_heads, self.size, dtype, self.device)
+        cache = engine.empty_cache(count, kv_heads, self.size, dtype, self.device)
         cache.normal_() if self.scales is None else cache.random_(0, _FINITE)
         order_P = torch.randperm(count, dtype=torch.int32, device=self.device)
         table_BP = order_P.repeat(-(-rows * each // count))[: rows * each].view(rows, each)
-        return Pages(cache, vllm.platform.pages_of(cache), table_BP)
+        return Pages(cache, engine.platform.pages_of(cache), table_BP)
 
 
-def measured_rule(host: EngineHost, device: torch.device, size: int, scales: Scales | None, softmax: Softmax) -> Pays:
+def measured_rule(host: PlanHost, device: torch.device, size: int, scales: Scales | None, softmax: Softmax) -> Pays:
     """The rule of this engine, from disk where it was measured before; the hint for want of memory."""
     started, place = time.monotonic(), host.place
     scales = scales and replace(scales, q_G=None)
     layers = EngineLayers(host.program, place, Timers(), host, device, size, scales, softmax)
     key = rule_key(
         device, device_name(device), layers.dtype, host.backend, scales is not None, host.model,
-        page=vllm.platform.page, ranks=layers.ranks, vllm=vllm.release, queries=host.queries,
+        page=host.engine.platform.page, ranks=layers.ranks, engine=host.engine.release, queries=host.queries,
         graphs=host.captured is not None, both=host.holds_dense, **place.key,
     )  # fmt: skip
     file, measure = RuleFile(key, cache_folder()), partial(layers.rule, _SECONDS)
-    rule, is_new = file.read_or(measure) if layers.ranks == 1 else _on_ranks(file, measure)
+    rule, is_new = file.read_or(measure) if layers.ranks == 1 else _on_ranks(host, file, measure)
     torch.cuda.empty_cache()
     how = f"measured in {time.monotonic() - started:.1f} s" if is_new else "as measured before"
-    vllm.logger.info("sparsekv: %s (%s)", rule.told, how)
+    host.engine.logger.info("sparsekv: %s (%s)", rule.told, how)
     return rule
 
 
-def _on_ranks(file: RuleFile, measure: Callable[[], tuple[Pays, bool]]) -> tuple[Pays, bool]:
+def _on_ranks(host: PlanHost, file: RuleFile, measure: Callable[[], tuple[Pays, bool]]) -> tuple[Pays, bool]:
     """The first rank's file decides. All ranks measure together: a lock would keep them from each other."""
     known = file.read()
-    text = vllm.gather_bytes(("" if known is None else str(known)).encode().ljust(_MOST_TEXT))[0].decode().strip()
+    own = ("" if known is None else str(known)).encode().ljust(_MOST_TEXT)
+    text = host.engine.gather_bytes(own)[0].decode().strip()
     if text:
         return parse(text), False
     rule, is_whole = measure()
