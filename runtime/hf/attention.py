@@ -120,7 +120,8 @@ class Pass:
             layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, window, softmax, q_is_spare, self.new_B,
             self.ends_prompt,
         )  # fmt: skip
-        with _without_autocast(q_BHSD.device.type):
+        kind = q_BHSD.device.type  # kernels get the dtypes that they ask for: scores in float32 above all
+        with torch.autocast(kind, enabled=False) if is_autocast(kind) else nullcontext():
             return self._attend(call).to(given)
 
     @property
@@ -148,11 +149,6 @@ class Pass:
 
 class Projected(Exception):  # noqa: N818 - how a part of a forward ends, no error
     """Leaves an attention module where it would attend, with its queries, keys, values, scale and softmax as `args`."""
-
-
-def _without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """Inside it, kernels get the dtypes that they ask for: scores in float32 above all."""
-    return torch.autocast(kind, enabled=False) if is_autocast(kind) else nullcontext()
 
 
 def check_layer(expected: int | None, found: int | None) -> None:

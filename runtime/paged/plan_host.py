@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from sparsekv.kernels.backends import Fallback, is_backend_failure
 from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, Softmax, full_view
 from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
@@ -149,12 +150,14 @@ class PlanHost:
         pays = self.pays.prefill.pays(max(chunk.rows), chunk.longest)
         return pays and any(layer.patterns_at(chunk.longest) for layer in self.program.layers)
 
-    def count_step(self, prefill: Sequence[PrefillRows]) -> None:
-        for rows in prefill:
-            if self.is_sparse(rows.chunk):
-                self.counters.sparse_tokens += rows.chunk.rows[0]
-            else:
-                self.counters.dense_tokens += rows.chunk.rows[0]
+    def paying(self, prefill: Sequence[PrefillRows], counted: bool = True) -> tuple[PrefillRows, ...]:
+        """The chunks of a step that are sparse; counts the tokens of all."""
+        sparse = tuple(rows for rows in prefill if self.is_sparse(rows.chunk))
+        if counted:
+            of_sparse = sum(rows.chunk.rows[0] for rows in sparse)
+            self.counters.sparse_tokens += of_sparse
+            self.counters.dense_tokens += sum(rows.chunk.rows[0] for rows in prefill) - of_sparse
+        return sparse
 
     def attend_chunks(
         self, layer: LayerProgram, step: LayerStep, prefill: Sequence[PrefillRows], out_THD: torch.Tensor
@@ -233,3 +236,12 @@ class PlanHost:
         """Counts a chunk that the engine's own kernel computes in these layers, which have the tile of the plan."""
         tiles = (layer.heads * chunk.causal_tiles(layer.tile, layer.window) for layer in layers)
         self.counters.meter.add_dense_prefill(sum(tiles))
+
+
+def merged(layers: Iterable[LayerProgram]) -> tuple[LayerProgram, ...]:
+    """One layer with the heads of all that compute the same tiles where they are dense."""
+    kinds: dict[tuple[TileShape, int | None], LayerProgram] = {}
+    for layer in layers:
+        before = kinds.get(kind := (layer.tile, layer.window))
+        kinds[kind] = replace(layer, heads=layer.heads + (before.heads if before else 0))
+    return tuple(kinds.values())

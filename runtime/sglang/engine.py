@@ -26,7 +26,7 @@ from sparsekv.runtime.core.program import Rank
 from sparsekv.runtime.engine_plan import EngineModel, Wanted, agreed_plan, start
 from sparsekv.runtime.hub import plan_beside
 from sparsekv.runtime.model_config import quantisation_of
-from sparsekv.runtime.paged.plan_host import PlanHost
+from sparsekv.runtime.paged.plan_host import PlanHost, merged
 from sparsekv.runtime.paged.timed_kernels import measured_rule
 from sparsekv.runtime.plan_checks import Host, segments_of
 from sparsekv.runtime.sglang.planned_backend import OnCpu, OnCuda, PlannedLayer, logger, with_methods
@@ -60,6 +60,7 @@ def with_plan(backend: Any, runner: Any, required: bool) -> Any:
         ours.plan_host, ours.plan_page = host, runner.page_size
         host.engine = _engine_of(ours)
         ours.plan_layers = {layer.layer_id: _planned_layer(host, layer) for layer in attention}
+        ours.plan_dense = merged(layer.program for layer in ours.plan_layers.values())
         settings = resolved_view(runner.server_args)
         # Beside drafts, rows of mixed steps are dense as well.
         ours.plan_mixes = bool(settings.enable_mixed_chunk) and settings.speculative_algorithm is None

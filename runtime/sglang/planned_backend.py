@@ -120,6 +120,7 @@ class Planned:
 
     plan_host: PlanHost
     plan_layers: Mapping[int, PlannedLayer]
+    plan_dense: Sequence[LayerProgram]  # as `merged` has them
     plan_page: int
     plan_mixes: bool  # whether steps have prompts and rows that decode
     plan_device: ClassVar[Any]
@@ -210,11 +211,9 @@ class Planned:
         host, batch = self.plan_host, len(rows)
         prefill = prefill_rows(starts, lengths, [False] * batch)
         self.plan_host.report(bool(prefill))  # of the steps before: the layers of this one have not run yet
-        host.count_step(prefill)
-        paying = tuple(chunk for chunk in prefill if host.is_sparse(chunk.chunk))
-        for chunk in prefill:
-            if chunk not in paying:
-                host.count_dense([layer.program for layer in self.plan_layers.values()], chunk.chunk)
+        paying = host.paying(prefill)
+        for chunk in [chunk for chunk in prefill if chunk not in paying]:
+            host.count_dense(self.plan_dense, chunk.chunk)
         # A mixed step has the requests that decode behind its prompts. SGLang's runner calls it a step of prompts by
         # now, and nothing tells the single row of the last prompt from theirs.
         decoding = sum(1 for _ in takewhile(lambda count: count == 1, reversed(rows))) if self.plan_mixes else 0

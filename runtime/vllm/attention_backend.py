@@ -20,7 +20,7 @@ from sparsekv.kernels.keys import FLOAT8, PLAIN, Scales, Softmax
 from sparsekv.plans.errors import SparseKVError, UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.state import Observed
-from sparsekv.runtime.paged.plan_host import LayerStep
+from sparsekv.runtime.paged.plan_host import LayerStep, merged
 from sparsekv.runtime.paged.step_rows import (
     DecodeHost,
     DecodeRows,
@@ -125,16 +125,16 @@ class SparseImpl(_Impl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of a step's rows, [T, H, D], into `output`; the cache has their keys and values already."""
-        dense = partial(super().forward, output_scale=output_scale, output_block_scale=output_block_scale)
-        host = self.plan_host
+        host, step = self.plan_host, getattr(attn_metadata, _STEP, None)
+        scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
         if host is not None and attn_metadata is None and vllm.platform.profiles:
             began = time.monotonic()
             self._warm_up(host, layer, query)
             if host.measures:
                 host.passed.append((began, time.monotonic()))
-        step: StepRows | None = getattr(attn_metadata, _STEP, None)
-        if host is None or self.program is None or step is None:
-            return dense(layer, query, key, value, kv_cache, attn_metadata, output)
+        if host is None or self.program is None or step is None:  # nothing more, in any layer of a step that is dense
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
+        dense = partial(super().forward, **scales)
         self._attend(host, self.program, step, dense, (layer, query, key, value, kv_cache, attn_metadata, output))
         if host.evicting is not None and self.program.role.evicts is not None:
             pages = vllm.platform.pages_of(kv_cache)
@@ -236,7 +236,7 @@ class SparseBuilder(_Builder):
             impl = planned[0].impl
             host.captured.warm_up(impl.program_of(host, planned[0]), pages, impl.scale, impl.softmax, scales)
         self._programs = tuple(layer.impl.program_of(host, layer) for layer in own)
-        self._graph_rows = vllm.graph_rows(vllm_config)
+        self._dense, self._graph_rows = merged(self._programs), vllm.graph_rows(vllm_config)
         blocks: EvictedBlocks | None = getattr(kv_cache_spec, "blocks", None)
         if host.evicting is not None and blocks is not None:
             self._table = EvictedTable(blocks, host.evicting.tables, kv_cache_spec.block_size)
@@ -278,14 +278,15 @@ class SparseBuilder(_Builder):
 
     def _step(self, host: EngineHost, common: Any, evicted: EvictedLengths | None) -> StepRows | None:
         """The rows of a step that the layers compute; None where all of it is vLLM's."""
-        if vllm.platform.captures and evicted is None:
-            tokens = decoded_dense(host, common, self._graph_rows)
-            if tokens is not None:
-                if self._counts:
-                    host.report(False)
-                    host.counters.decode_dense += 0 if host.decode is None else tokens
-                    host.decodes_dense = True
-                return None
+        captures = vllm.platform.captures and evicted is None
+        tokens = decoded_dense(host, common, self._graph_rows) if captures else None
+        if tokens is not None and self._counts:
+            host.counters.decode_dense += 0 if host.decode is None else tokens
+            host.decodes_dense = True
+        if tokens is not None and common.max_query_len <= 1:
+            if self._counts:
+                host.report(False)
+            return None
         starts, lengths, unfinished = requests_of(common)
         # Captured graphs do not tell a prompt's row from a decoded one or drafts: it goes with those, and is dense.
         decoded = 0 if host.decode is None else host.decoded
@@ -295,15 +296,15 @@ class SparseBuilder(_Builder):
         decoding = decode_rows(starts, prefill)
         if self._counts:
             host.report(bool(prefill))  # of the steps before: the layers of this one have not run yet
-            host.count_step(prefill)
+        paying = host.paying(prefill, self._counts)
         if evicted is not None:  # lines and tiles mean nothing over keys of which some were evicted
             prefill = tuple(rows for rows in prefill if not evicted.shortened[rows.request])
         decode = None
-        if host.decode is not None and evicted is None and self.drafts == host.drafts:
+        if tokens is None and host.decode is not None and evicted is None and self.drafts == host.drafts:
             decode = self._decode(host, host.decode, common, (starts, lengths, unfinished), decoding)
-        for rows in [rows for rows in prefill if not host.is_sparse(rows.chunk)]:
-            host.count_dense(self._programs, rows.chunk)
-        prefill = tuple(rows for rows in prefill if host.is_sparse(rows.chunk))
+        for rows in [rows for rows in prefill if rows not in paying]:
+            host.count_dense(self._dense, rows.chunk)
+        prefill = tuple(rows for rows in paying if rows in prefill)
         if not prefill and decode is None and not prompts:
             return None
         part_of = partial(self._part_of, common)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparsekv.kernels.keys import Softmax
@@ -102,8 +103,7 @@ def _read(model: Any) -> ServingStats | None:
 
 
 def _reset(model: Any) -> None:
-    host = plan_host(model)
-    if host is not None:
+    if (host := plan_host(model)) is not None:
         host.counters.reset()
 
 
@@ -144,21 +144,23 @@ def requests_of(common: Any) -> tuple[list[int], list[int], list[bool]]:
 
 
 def decoded_dense(host: EngineHost, common: Any, graph_rows: int) -> int | None:
-    """The tokens that a step decodes in which no row may choose and no prompt has several; None of any other step.
-    `requests_of` and what follows would be a twentieth of a small model's step, for which the device waits."""
+    """The tokens that a step decodes where none of them may choose; None of any other step. To look at each request
+    would be a twentieth of a small model's step, for which the device waits."""
     bound, prompts = common.seq_lens_cpu_upper_bound, common.is_prefilling
-    if bound is None or host.drafts or host.decoded > 1 or common.max_query_len > 1:
+    if bound is None or host.drafts or host.decoded > 1:
         return None
-    lengths_B = bound.numpy()
+    lengths_B, alone = bound.numpy(), common.max_query_len <= 1
     decoded_B = lengths_B > 1  # the others are of steps that the engine makes up
-    if host.decode is not None:
-        captured = common.num_reqs <= graph_rows
-        least = host.pays.of_decode(captured).at(common.num_reqs)
-        reads_lengths = captured and bool(host.pays.decode.rows) and not host.dense_graphs
-        if reads_lengths or host.decode.chooses(lengths_B, least):
-            return None
+    if not alone:
+        decoded_B &= np.diff(common.query_start_loc_cpu.numpy()) == 1
     if prompts is not None:
         decoded_B[: len(prompts)] &= ~prompts.numpy()
+    if host.decode is not None:
+        captured = alone and common.num_reqs <= graph_rows
+        least = host.pays.of_decode(captured).at(common.num_reqs)
+        reads_lengths = captured and bool(host.pays.decode.rows) and not host.dense_graphs
+        if reads_lengths or host.decode.chooses(lengths_B[decoded_B], least):
+            return None
     return int(decoded_B.sum())
 
 

@@ -1,6 +1,8 @@
 """The rule of where a plan is faster, in vLLM's engine: steps outside of it are vLLM's own."""
 
 import math
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from plans_samples import counts
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_engine import BUDGET, CROSSOVER, NEW, Oracle, generate, make_engine, same
 from vllm_replay import plan_host_of
 
@@ -26,6 +29,7 @@ from sparsekv.runtime.paged import timed_kernels
 from sparsekv.runtime.paged.step_rows import DecodeRows
 from sparsekv.runtime.paged.timed_kernels import EngineLayers
 from sparsekv.runtime.vllm import engine_host, internals
+from sparsekv.runtime.vllm.devices import OnCpu
 from sparsekv.runtime.vllm.engine_host import serving_stats
 from sparsekv.runtime.vllm.settings import read_options
 
@@ -50,6 +54,50 @@ def test_where_nothing_pays_all_steps_are_dense(engine: Any, host: Any, dense: O
     assert host.decodes_dense
     assert (stats.prefill_density, stats.sparse_tokens, stats.decode_sparse) == (1.0, 0, 0)
     assert stats.decode_dense == len(asked) * (NEW - 1)
+
+
+class Operators(TorchDispatchMode):
+    """Counts tensor operators, and calls of our own functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.calls = Counter[str](), Counter[str]()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(operator)] += 1
+        return operator(*args, **(kwargs or {}))
+
+    def called(self, frame: Any, event: str, called: Any) -> None:
+        if event in ("call", "c_call") and frame.f_globals.get("__name__", "").startswith("sparsekv."):
+            name = frame.f_code.co_qualname  # operators of a layer are in one of vLLM's, where none is seen
+            self.calls[name if event == "call" else f"{name}: {called.__name__}"] += 1
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_steps_that_are_dense_are_vllms_own_but_for_a_call_a_layer(
+    engine: Any, plain: Any, host: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, captures: bool
+) -> None:
+    """Chunks, a chunk beside a token, and tokens."""
+    host.pays = NEVER
+    monkeypatch.setattr(OnCpu, "captures", captures)  # of which steps that decode are told in a shorter way
+    seen = {}
+    for llm in (engine, plain):
+        for _ in range(2):
+            assert llm.reset_prefix_cache()
+            with Operators() as seen[llm]:
+                sys.setprofile(seen[llm].called)
+                generate(llm, [prompts[200], prompts[1100]])
+                sys.setprofile(None)
+    layers, steps = len(host.program.layers), seen[engine].calls["SparseBuilder.build"]
+    more = seen[engine].counts - seen[plain].counts
+    reads = ("resolve_conj.default", "resolve_neg.default", "detach.default", "to.dtype_layout")  # on the host
+    assert more.keys() <= {f"aten.{name}" for name in reads}
+    assert more.total() <= 5 * 4 * steps  # numbers of requests, not tensors of layers
+    assert not seen[plain].counts - seen[engine].counts
+    assert steps > NEW
+    often = {name for name, count in seen[engine].calls.items() if count >= layers * steps}
+    assert often == {"SparseImpl.forward", "SparseImpl.forward: getattr"}
+    assert seen[engine].calls["SparseImpl.forward"] == layers * steps
 
 
 def test_chunks_are_sparse_from_the_context_and_the_rows_of_the_rule(engine: Any, host: Any, prompts: Prompts) -> None:
