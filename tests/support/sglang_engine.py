@@ -58,9 +58,9 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 class Engine:
-    """One scheduler of a process."""
+    """One scheduler of a process, the one of a rank where there are several: all are given the same requests."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, rank: int = 0, **settings: Any) -> None:
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.plugins import load_plugins
         from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
@@ -69,7 +69,7 @@ class Engine:
         load_plugins()
         arguments = ServerArgs(model_path=str(folder), **(SETTINGS | {"enable_mixed_chunk": True} | settings))
         arguments.resolve_once()
-        ranks = SpawnRanks(world_rank=spawn_world_rank(arguments, tp_rank=0, pp_rank=0), dp_rank=None, gpu_id=0)
+        ranks = SpawnRanks(world_rank=spawn_world_rank(arguments, tp_rank=rank, pp_rank=0), dp_rank=None, gpu_id=0)
         publish(arguments, role="scheduler", ranks=ranks)
         self.scheduler = Scheduler(arguments, PortArgs.init_new(arguments))
         self.runner = self.scheduler.tp_worker.model_runner

@@ -10,7 +10,39 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from torch.nn.functional import scaled_dot_product_attention
 
 
+def attend(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int, softmax_scale: float, causal: bool,
+    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, softcap: float = 0.0,
+    sinks: None = None, num_splits: int = 0, ver: int = 3,
+) -> torch.Tensor:  # fmt: skip
+    """As SGLang's `flash_attn_with_kvcache`, of what its backend gives it here; caches are [N, S, G, D]."""
+    assert (causal, softcap, sinks, num_splits, ver) == (True, 0.0, None, 0, 3)
+    starts, out_THD = cu_seqlens_q.tolist(), torch.zeros_like(q)
+    assert starts[-1] == len(q)
+    for number, length in enumerate(cache_seqlens.tolist()):
+        rows = slice(starts[number], starts[number + 1])
+        count = rows.stop - rows.start
+        assert count <= max_seqlen_q
+        if not length:  # the kernel writes zeros
+            continue
+        pages = page_table[number, : -(-length // k_cache.shape[1])].long()
+        k_GKD, v_GKD = (x[pages].flatten(0, 1)[:length].transpose(0, 1)[None].to(q.dtype) for x in (k_cache, v_cache))
+        if k_descale is not None and v_descale is not None:
+            k_GKD, v_GKD = k_GKD * k_descale[number, :, None, None], v_GKD * v_descale[number, :, None, None]
+        mask = torch.ones(count, length, dtype=torch.bool).tril(length - count)
+        q_HTD = q[rows].transpose(0, 1)[None]
+        out_HTD = scaled_dot_product_attention(
+            q_HTD, k_GKD, v_GKD, attn_mask=mask, enable_gqa=True, scale=softmax_scale
+        )
+        out_THD[rows] = out_HTD[0].transpose(0, 1)
+    return out_THD
+
+
 class PagedBackend(TorchNativeAttnBackend):
+    flash_attn_with_kvcache = staticmethod(attend)
+    num_splits, fa_impl_ver = 0, 3
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._init(forward_batch)
 
@@ -33,26 +65,24 @@ class PagedBackend(TorchNativeAttnBackend):
 
     def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True) -> Any:
         if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+            by = (layer.k_scale, layer.v_scale)
+            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v, *by)
         given, q_THD = self.forward_metadata, q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        assert int(given.cu_seqlens_q[-1]) == len(q_THD)
-        out_THD = torch.zeros_like(q_THD)
-        keys = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        starts = given.cu_seqlens_q.tolist()
-        for number, length in enumerate(given.cache_seqlens_int32.tolist()):
-            rows = slice(starts[number], starts[number + 1])
-            count = rows.stop - rows.start
-            assert count <= given.max_seq_len_q
-            if not length:  # the kernel writes zeros
-                continue
-            slots = given.page_table[number, :length].long()
-            k_GKD, v_GKD = (x[slots].transpose(0, 1)[None] for x in keys)
-            mask = torch.ones(count, length, dtype=torch.bool).tril(length - count)
-            q_HTD = q_THD[rows].transpose(0, 1)[None]
-            out_HTD = scaled_dot_product_attention(
-                q_HTD, k_GKD, v_GKD, attn_mask=mask, enable_gqa=True, scale=layer.scaling
-            )
-            out_THD[rows] = out_HTD[0].transpose(0, 1)
-        return out_THD.flatten(1)
+        caches = (x[:, None] for x in self.token_to_kv_pool.get_kv_buffer(layer.layer_id))
+        scales = {}
+        if layer.k_scale is not None:
+            shape = (len(given.page_table), layer.tp_k_head_num)
+            scales = {"k_descale": layer.k_scale.expand(shape), "v_descale": layer.v_scale.expand(shape)}
+        return self.flash_attn_with_kvcache(
+            q_THD,
+            *caches,
+            page_table=given.page_table,
+            cache_seqlens=given.cache_seqlens_int32,
+            cu_seqlens_q=given.cu_seqlens_q,
+            max_seqlen_q=given.max_seq_len_q,
+            softmax_scale=layer.scaling,
+            causal=True,
+            **scales,
+        ).flatten(1)
 
     forward_decode = forward_extend
