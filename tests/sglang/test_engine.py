@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_engine import BUDGET, NEW, SLOTS, Asked, Engine, prompt_of
+from sglang_engine import BUDGET, NEW, SLOTS, Asked, Engine, plan_of, prompt_of
 from vllm_engine import Oracle
 
 from sparsekv.plans.errors import PlanWarning
@@ -138,8 +138,7 @@ def test_rows_that_are_left_to_flash_attention_are_given_by_its_metadata(
     from sparsekv.runtime.sglang.planned_backend import OnCuda, with_methods
 
     ours = with_methods(PagedBackend(engine.runner), OnCuda)
-    for name in ("plan_host", "plan_layers", "plan_page", "plan_mixes", "needs_cpu_seq_lens"):
-        setattr(ours, name, getattr(planned, name))
+    vars(ours).update(plan_of(planned))
     engine.use(ours)
     lengths = (900, 200, 1100, 60, 730)
     requests = [
@@ -177,10 +176,9 @@ def test_a_step_that_is_captured_computes_anew_what_follows_from_its_lengths(
     from sparsekv.runtime.core.pays import NEVER
     from sparsekv.runtime.sglang.planned_backend import OnCuda, with_methods
 
-    given = {name: getattr(planned, name) for name in ("plan_host", "plan_layers", "plan_page", "plan_mixes")}
     graph, eager = (with_methods(PagedBackend(engine.runner), OnCuda) for _ in range(2))
-    vars(graph).update(given)
-    vars(eager).update(given)
+    vars(graph).update(plan_of(planned))
+    vars(eager).update(plan_of(planned))
     table, torch_random = engine.runner.req_to_token_pool.req_to_token, torch.Generator().manual_seed(0)
     table[1:3, :1000] = (torch.randperm(2000, generator=torch_random).int() + 1).view(2, 1000)
     for layer in range(2):

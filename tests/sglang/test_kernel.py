@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from plans_samples import counts
-from sglang_engine import BUDGET, SLOTS, Asked, Engine, prompt_of
+from sglang_engine import BUDGET, SLOTS, Asked, Engine, plan_of, prompt_of
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.kernels.keys import FLOAT8, PLAIN, Scales
@@ -18,7 +18,6 @@ from sparsekv.runtime.core.pays import Pays, Thresholds
 from sparsekv.runtime.core.timed_layers import Place, Timers
 
 CPU = torch.device("cpu")
-GIVEN = ("plan_host", "plan_layers", "plan_page", "plan_mixes", "needs_cpu_seq_lens")
 
 
 @pytest.fixture
@@ -29,8 +28,7 @@ def paged(engine: Engine, planned: Any) -> Any:
     from sparsekv.runtime.sglang.planned_backend import OnCuda, with_methods
 
     ours = with_methods(PagedBackend(engine.runner), OnCuda)
-    for name in GIVEN:
-        setattr(ours, name, getattr(planned, name))
+    vars(ours).update(plan_of(planned))
     return ours
 
 

@@ -53,6 +53,12 @@ class Asked:
         return list(self.req.logprob.output_token_logprobs_val)
 
 
+def plan_of(backend: Any) -> dict[str, Any]:
+    """The attributes by which a backend has a plan, for another one."""
+    own = {name: value for name, value in vars(backend).items() if name.startswith("plan_") and name != "plan_step"}
+    return own | {"needs_cpu_seq_lens": backend.needs_cpu_seq_lens}
+
+
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return Random(f"{length} {seed}").choices(range(1, 128), k=length)
 
