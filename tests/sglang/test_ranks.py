@@ -15,6 +15,8 @@ from sglang_engine import NEW, prompt_of
 from sglang_rank import LENGTHS
 from vllm_engine import Oracle
 
+from sparsekv.runtime.core.pays import parse
+
 SCRIPT = Path(__file__).parents[1] / "support" / "sglang_rank.py"
 
 
@@ -24,7 +26,9 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def test_ranks_answer_as_the_transformers_host(folder: Path, sparse: Oracle) -> None:
+def test_ranks_answer_as_the_transformers_host_and_have_the_rule_of_the_first(
+    folder: Path, sparse: Oracle, tmp_path: Path
+) -> None:
     """A choice is made from the scores of all heads, and the patterns of prefill follow the heads of a rank."""
     port = free_port()
     ranks = [
@@ -33,7 +37,7 @@ def test_ranks_answer_as_the_transformers_host(folder: Path, sparse: Oracle) -> 
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)},
         )
         for rank in range(2)
     ]
@@ -45,5 +49,7 @@ def test_ranks_answer_as_the_transformers_host(folder: Path, sparse: Oracle) -> 
         answer = sparse(prompt_of(length), cuts[:-1], NEW)
         assert tokens == answer.tokens
         assert logprobs == pytest.approx(answer.logprobs, abs=1e-3)
+    assert parse(told["rule"]).decode.pays(1, 1536)
+    assert len(list(tmp_path.rglob("pays-*.json"))) == 1
     chunks = (pair for cuts in told["cuts"] for pair in pairwise([0, *cuts]))
     assert told["sparse"] == [sum(end - start for start, end in chunks if end > 384), 2 * (NEW - 1)]
