@@ -127,7 +127,13 @@ CLASSES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 OF_DEVICE: Mapping[str, Places] = MappingProxyType(
     {
         "cpu": {},
-        "cuda": {"vllm.v1.attention.backends.flash_attn": ("flash_attn_varlen_func", "get_flash_attn_version")},
+        "cuda": {
+            "vllm.v1.attention.backends.flash_attn": (
+                "flash_attn_varlen_func",
+                "get_flash_attn_version",
+                "get_scheduler_metadata",
+            )
+        },
     }
 )
 EITHER: Mapping[str, tuple[Places, ...]] = MappingProxyType(

@@ -5,7 +5,8 @@ A host measures both for a few sizes of step, before the first prompt, and keeps
 step with at least so many rows is sparse from that context on. More rows never raise a threshold, as they share an
 index or the launches of a step. Contexts to choose from are powers of sqrt(2), the first of every bucket of lengths and
 the longest, so that noise of a few percent moves a threshold to a neighbour at most. A plan computes another share in
-each bucket: sparse is faster in every bucket from the threshold on.
+each bucket. Chunks have thresholds in each; decode steps are sparse from where that is faster in all later buckets,
+as rows of several buckets share a step.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 from sparsekv.plans.brief import DRAFTS, tokens_a_cycle
 from sparsekv.plans.errors import UsageError
@@ -36,6 +38,8 @@ class Thresholds:
 
     rows: tuple[int, ...] = ()  # sizes of step, ascending; smaller steps than the first are dense
     tokens: tuple[int, ...] = ()  # the context of each size, descending or equal
+    until: int = 0  # the longest context that these are of, where others are `behind`
+    behind: Thresholds | None = None
 
     def at(self, rows: int) -> int | None:
         """The context from which a step with so many rows is sparse; None where it is dense at every length."""
@@ -43,6 +47,8 @@ class Thresholds:
         return self.tokens[position - 1] if position else None
 
     def pays(self, rows: int, tokens: int) -> bool:
+        if self.behind is not None and tokens > self.until:
+            return self.behind.pays(rows, tokens)
         least = self.at(rows)
         return least is not None and tokens >= least
 
@@ -57,7 +63,8 @@ class Thresholds:
         return between.join(map(form, self.rows, self.tokens))
 
     def __str__(self) -> str:
-        return self.said(lambda rows, tokens: f"{format_length(tokens)}x{rows}", ",") or "never"
+        own = self.said(lambda rows, tokens: f"{format_length(tokens)}x{rows}", ",") or "never"
+        return own if self.behind is None else f"{own}:{format_length(self.until)}/{self.behind}"
 
 
 EVERYWHERE = Thresholds((1,), (0,))
@@ -75,20 +82,26 @@ class Pays:
         return self.decode if captured or self.mixed is None else self.mixed
 
     def __str__(self) -> str:
-        """As `parse` reads it, such as `prefill=18kx512,8kx4k decode=40kx1,11kx4 mixed=64kx4`."""
+        """As `parse` reads it, such as `prefill=11kx512:16k/23kx8k decode=40kx1,11kx4 mixed=64kx4`."""
         mixed = "" if self.mixed is None else f" mixed={self.mixed}"
         return f"prefill={self.prefill} decode={self.decode}{mixed}"
 
     @property
     def told(self) -> str:
         """The rule in words."""
-        prefill = self.prefill.said(lambda rows, tokens: f"{_about(tokens)} in chunks of {rows} rows or more", ", ")
-        said = [("prefill", prefill), ("decode", _times(self.decode))]
+        said = [("prefill", _chunks(self.prefill)), ("decode", _times(self.decode))]
         if self.mixed not in (None, self.decode):
             said.append(("decode beside prompts", _times(self.mixed)))
         return "; ".join(
             f"sparse {phase} from {where}" if where else f"{phase} is dense at every length" for phase, where in said
         )
+
+
+def _chunks(thresholds: Thresholds) -> str:
+    own = thresholds.said(lambda rows, tokens: f"{_about(tokens)} in chunks of {rows} rows or more", ", ")
+    if thresholds.behind is None:
+        return own
+    return f"{own}, beyond {_about(thresholds.until)} from {_chunks(thresholds.behind) or 'no length'}"
 
 
 def _times(thresholds: Thresholds) -> str:
@@ -113,15 +126,26 @@ def parse(text: str) -> Pays:
         match = _RULE.fullmatch(text)
         if match is None:
             raise ValueError
-        return Pays(*(_thresholds(phase) for phase in match.groups() if phase is not None))
+        prefill, *others = (_thresholds(phase) for phase in match.groups() if phase is not None)
+        if any(phase.behind is not None for phase in others):
+            raise ValueError
+        return Pays(prefill, *others)
     except (ValueError, UsageError):
         raise UsageError(
             "expected always, never, or thresholds such as 'prefill=18kx512,8kx4k decode=40kx1,11kx4' (context x "
-            f"rows, rows ascending, contexts descending), found {text!r:.120}"
+            f"rows, rows ascending, contexts descending; of prompts up to 16k tokens apart as in 11kx512:16k/23kx8k), "
+            f"found {text!r:.120}"
         ) from None
 
 
 def _thresholds(text: str) -> Thresholds:
+    text, *others = text.split("/", 1)
+    if others:
+        text, _, until = text.partition(":")
+        behind, end = _thresholds(others[0]), parse_length(until)
+        if behind.behind is not None and behind.until <= end:
+            raise ValueError
+        return replace(_thresholds(text), until=end, behind=behind)
     if text == "never":
         return Thresholds()
     pairs = [part.split("x") for part in text.split(",")]
@@ -139,6 +163,23 @@ def contexts(shortest: int, longest: int) -> tuple[int, ...]:
     """Powers of sqrt(2), rounded up to whole tokens, from `shortest` to `longest`."""
     first, last = (round(2 * math.log2(max(1, length)) + up, 6) for length, up in ((shortest, 0), (longest, 1e-9)))
     return tuple(math.ceil(2 ** (half / 2)) for half in range(math.ceil(first), math.floor(last) + 1))
+
+
+def measure_each(
+    sizes: Sequence[int], lengths: Sequence[int], gain: Gain, *, bounds: Sequence[int], **others: Any
+) -> Thresholds:
+    """Finds the thresholds of every bucket by itself, where sparse gains most first: those of the longest contexts.
+    Arguments as in `measure`."""
+    found, begin = Thresholds(), 0
+    buckets = [(bucket, tuple(own)) for bucket, own in groupby(lengths, partial(bisect_left, bounds))]
+    for bucket, of_bucket in reversed(buckets):
+        own = measure(sizes, of_bucket, gain, **others)
+        if own.rows and begin and (own.rows[:1], (begin,)) != (found.rows, found.tokens):
+            found = replace(own, until=bounds[bucket], behind=found)
+        elif own.rows:  # with which the next bucket goes on
+            found = replace(found, rows=own.rows, tokens=own.tokens)
+        begin = of_bucket[0]
+    return found
 
 
 def measure(
@@ -177,6 +218,8 @@ def measure(
         least = 0  # a smaller step never has a lower threshold
         for size, asked in gains.items():
             at = [length for length in lengths if length >= max(least, size)]
+            if not at and not least:  # a chunk has no more rows than its context, and smaller ones are left
+                continue
             first = _first(at, partial(timed, size), margin)
             if first is None:
                 hinted = hint.at(size) if asked and all(map(math.isnan, asked.values())) else None

@@ -40,7 +40,7 @@ from sparsekv.plans.errors import SparseKVError
 from sparsekv.plans.files import content_digest, executed_digest, read_text, write_bytes
 from sparsekv.plans.patterns import Pattern, VerticalSlash, mandatory_density, tokens
 from sparsekv.plans.schema import LayerCounts, Plan, to_data
-from sparsekv.runtime.core.pays import Clock, Gain, Pays, Thresholds, contexts, measure, parse
+from sparsekv.runtime.core.pays import Clock, Gain, Pays, Thresholds, contexts, measure, measure_each, parse
 from sparsekv.runtime.core.program import LayerProgram, Program
 
 Launch = Callable[[], object]
@@ -130,7 +130,7 @@ _LEAST = 1e-6  # share that is as good as none
 _MARGIN = 1.02  # the noise of a measurement
 _PREFILL_SHARE, _DECODE_SHARE = 0.7, 0.9  # of the time to measure, until prefill and decode are
 _OWN_SHARE = 0.2  # of it, for each, however long the last measurement before took
-_BUSY = 2.0  # times as long as launches in a warm-up takes a step the program, beside what else the host runs
+BUSY = 2.0  # times as long as launches in a warm-up takes a step the program, beside what else the host runs
 _PRODUCTS = 12  # of a layer, each of E by F weights: 4 of attention, 8 of a gated feed-forward layer of 8/3 E
 
 HeadShares = tuple[float, float]
@@ -221,7 +221,7 @@ class TimedLayers(ABC):
         if layer is not None and not self.place.computed:  # random keys would be computed at another share than prompts
             prefill = self.program.hint.prefill
         elif layer is not None:
-            thresholds = partial(measure, bounds=layer.bounds, margin=_MARGIN, until=until(_PREFILL_SHARE))
+            thresholds = partial(measure_each, bounds=layer.bounds, margin=_MARGIN, until=until(_PREFILL_SHARE))
             gain = partial(self.prefill_gain, self.program.layers[layer.layer])
             prefill = thresholds(rows, lengths, gain, hint=self.program.hint.prefill)
         if self.program.sparse:
@@ -330,7 +330,7 @@ class TimedLayers(ABC):
         gain = many[0] / many[1]
         if gain > 1 and self.program_us:
             issued = self.timers.issued((dense, sparse), x_TE.device)
-            one = [max(us, _BUSY * (self.program_us + own)) for us, own in zip(many, issued, strict=True)]
+            one = [max(us, BUSY * (self.program_us + own)) for us, own in zip(many, issued, strict=True)]
             gain = min(gain, one[0] / one[1])
         return gain
 
@@ -372,7 +372,7 @@ def _scaled(pattern: Pattern, length: int, wanted: HeadShares, computed: HeadSha
 _LONGEST_WAIT = 60.0  # seconds for another engine's measurement
 _MAX_BYTES = 1 << 16
 
-_FORM = 6  # of a rule and of what is timed for it
+_FORM = 7  # of a rule and of what is timed for it
 _KERNEL_PACKAGES = ("triton", "flash-attn-4")
 
 RuleKey = Mapping[str, str | int]

@@ -23,7 +23,7 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.core.pays import Pays, parse
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.stats import Meter
-from sparsekv.runtime.core.timed_layers import Launch, RuleFile, TimedLayers, Timer, Timers, rule_key
+from sparsekv.runtime.core.timed_layers import BUSY, Launch, RuleFile, TimedLayers, Timer, Timers, rule_key
 from sparsekv.runtime.model_config import device_name
 from sparsekv.runtime.paged.plan_host import PlanHost
 from sparsekv.runtime.paged.step_rows import DecodeRows
@@ -146,7 +146,7 @@ class EngineLayers(TimedLayers):
             return (dense + cost) / sparse
         if not self.begun:
             self.begun.extend(self.timers.issued([self._begin(self._pages(1, 1, 1), 1, 1, 0, True)], self.device))
-        return dense / (sparse + self.begun[0])
+        return dense / (sparse + BUSY * self.begun[0])  # which a small model's device waits for
 
     def mixed_gain(self, rows: int, length: int) -> float:
         """Beside prompts the engine's kernel takes the decode rows along, while the program launches ours for each

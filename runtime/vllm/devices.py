@@ -18,6 +18,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from sparsekv.kernels.keys import FLOAT8, PLAIN, Scales, Softmax
 from sparsekv.plans.errors import UnsupportedError
 
+_SPLITS = 32  # of a request's keys, in captured steps at most, by vLLM's default
+_DECODED = 16  # rows of a request that a step decodes or verifies at most
+
 
 class OnCpu:
     """vLLM on a CPU. The platform chooses its own backend whatever is asked for."""
@@ -118,10 +121,14 @@ class OnCuda:
             out_THD: where each launch writes its result.
             scales: of a cache in e4m3, and of queries that are in that as well.
         """
-        from vllm.v1.attention.backends.flash_attn import flash_attn_varlen_func, get_flash_attn_version
+        from vllm.v1.attention.backends.flash_attn import (
+            flash_attn_varlen_func,
+            get_flash_attn_version,
+            get_scheduler_metadata,
+        )
 
         starts, lengths_B, rows = _requests(q_THD, lengths)
-        size, by = q_THD.shape[-1], {}
+        size, by = q_THD.shape[-1], dict[str, Any]()
         keys, values = cache.transpose(1, 2).split(size, dim=-1)
         if scales is not None:
             keys, values = keys.view(FLOAT8), values.view(FLOAT8)
@@ -129,6 +136,13 @@ class OnCuda:
             by = {
                 name: None if scale_G is None else scale_G.expand(len(lengths), -1) for name, scale_G in named.items()
             }
+        version = get_flash_attn_version(head_size=size)
+        if version == 3:  # whose tiles an engine divides once a step, for all layers
+            heads, (_, page, kv_heads, _) = q_THD.shape[1], keys.shape
+            shape = len(lengths), rows, max(*lengths, 1), heads, kv_heads, size
+            more = {"cu_seqlens_q": starts, "page_size": page, "causal": True}
+            by["num_splits"] = more["num_splits"] = _SPLITS if rows <= _DECODED else 0
+            by["scheduler_metadata"] = get_scheduler_metadata(*shape, lengths_B, q_THD.dtype, **more)
         return partial(
             flash_attn_varlen_func,
             q=q_THD,
@@ -144,7 +158,7 @@ class OnCuda:
             softcap=softmax.cap,
             s_aux=softmax.sinks_H,
             block_table=table_BP,
-            fa_version=get_flash_attn_version(head_size=size),
+            fa_version=version,
             **by,
         )
 

@@ -249,7 +249,7 @@ def test_a_chunk_pays_where_the_longer_of_device_and_program_is_shorter(
         (0.3, 0.3, 0.1, 1.1 / 0.7, False),
         (0.3, -0.05, 0.1, 1.1 / 1.05, False),
         (0.1, 0.1, 0.3, 0.0, False),
-        (0.1, 0.1, 0.3, 1 / 0.92, True),
+        (0.1, 0.1, 0.3, 1 / 0.94, True),
     ],
     ids=["faster", "faster than with idle kernels", "costs more than it saves at most", "two sets of graphs"],
 )
@@ -258,7 +258,7 @@ def test_decode_kernels_are_captured_where_they_save_more_than_they_cost_idle(
     holds_dense: bool,
 ) -> None:  # fmt: skip
     """Of a layer that takes 1 dense; the engine's kernel has nothing left of what our layers choose for, and is not
-    there beside a second set. A step that chooses begins later."""
+    there beside a second set. A step that chooses begins later, twice as much as in a warm-up."""
     lengths: list[list[int]] = []
 
     class Layers(EngineLayers):

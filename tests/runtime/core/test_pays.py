@@ -2,13 +2,24 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekv.plans.errors import UsageError
-from sparsekv.runtime.core.pays import ALWAYS, EVERYWHERE, NEVER, Pays, Thresholds, contexts, measure, parse
+from sparsekv.runtime.core.pays import (
+    ALWAYS,
+    EVERYWHERE,
+    NEVER,
+    Pays,
+    Thresholds,
+    contexts,
+    measure,
+    measure_each,
+    parse,
+)
 
 LENGTHS = contexts(2048, 131072)
 SIZES = (128, 512, 2048, 8192, 16384)
@@ -99,6 +110,32 @@ def test_every_size_is_sparse_where_it_is_faster_at_all_longer_contexts(seed):
             assert rule.pays(size, tokens) == (tokens > max(slower, default=0))
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_chunks_are_sparse_where_that_is_faster_in_each_bucket(seed):
+    """Whatever the buckets before and behind are; some have no context to choose from, and a plan is dense there."""
+    source, asked = random.Random(seed), []
+    bounds = sorted(source.sample(LENGTHS[:-1], 3))
+    dense = source.sample(range(4), source.randrange(2))
+    lengths = [tokens for tokens in LENGTHS if sum(tokens > bound for bound in bounds) not in dense]
+    from_BS = [sorted((source.choice((0, 0, 1 << 20, *LENGTHS)) for _ in SIZES), reverse=True) for _ in range(4)]
+
+    def is_faster(rows, tokens):
+        asked.append((rows, tokens))
+        return tokens >= from_BS[sum(tokens > bound for bound in bounds)][SIZES.index(rows)]
+
+    rule = measure_each(SIZES, lengths, lambda *at: 2.0 if is_faster(*at) else 0.5, bounds=bounds)
+    assert len(asked) == len(set(asked))
+    assert parse(f"prefill={rule} decode=never").prefill == rule
+    for size in SIZES:
+        for tokens in (tokens for tokens in lengths if tokens >= size):
+            assert rule.pays(size, tokens) == is_faster(size, tokens)
+
+
+def test_one_threshold_stands_for_buckets_that_go_on_from_it():
+    rule = measure_each((512,), LENGTHS, lambda rows, tokens: tokens >= LENGTHS[3], bounds=(LENGTHS[5], LENGTHS[8]))
+    assert rule == Thresholds((512,), (LENGTHS[3],))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_twenty_noisy_measurements_give_each_size_at_most_two_neighbouring_thresholds(seed):
     rng = random.Random(seed)
@@ -142,13 +179,20 @@ def test_a_step_between_two_sizes_has_the_longer_context():
 
 @given(SMALL, SMALL, st.none() | SMALL)
 def test_a_rule_is_read_as_it_was_written(prefill, decode, mixed):
-    rule = Pays(thresholds(prefill), thresholds(decode), None if mixed is None else thresholds(mixed))
+    behind = replace(thresholds(decode), until=1 << 21, behind=thresholds(prefill))
+    rule = Pays(
+        replace(thresholds(prefill), until=1 << 20, behind=behind),
+        thresholds(decode),
+        None if mixed is None else thresholds(mixed),
+    )
     assert parse(str(rule)) == rule
 
 
 @pytest.mark.parametrize(
     "text", ["", "sometimes", "prefill=8kx1", "prefill=8k decode=never", "prefill=8kx4,9kx8 decode=never",
-             "prefill=8kx4,7kx2 decode=never", "prefill=-1x4 decode=never"],
+             "prefill=8kx4,7kx2 decode=never", "prefill=-1x4 decode=never", "prefill=8kx4:16k decode=never",
+             "prefill=8kx4/20kx8 decode=never", "prefill=8kx4:16k/9kx4:12k/20kx4 decode=never",
+             "prefill=never decode=8kx4:16k/20kx8"],
 )  # fmt: skip
 def test_a_rule_of_another_form_is_refused(text):
     with pytest.raises(UsageError, match="expected always, never, or thresholds"):
@@ -186,4 +230,8 @@ def test_always_and_never_are_words():
     assert (parse("always"), parse("never")) == (ALWAYS, NEVER)
     assert parse("prefill=18kx512 decode=never").told == (
         "sparse prefill from 18k tokens in chunks of 512 rows or more; decode is dense at every length"
+    )
+    assert parse("prefill=11kx512:16k/23kx8k decode=never").told.startswith(
+        "sparse prefill from 11k tokens in chunks of 512 rows or more, "
+        "beyond 16k tokens from 23k tokens in chunks of 8192 rows or more; "
     )
