@@ -181,10 +181,9 @@ class PlanHost:
 
     def _attend_chunk(self, layer: LayerProgram, step: LayerStep, rows: PrefillRows) -> torch.Tensor:
         chunk, (k_TGD, v_TGD), table_P = rows.chunk, step.new, step.table_BP[rows.request]
-        q_THD, by = step.queries(rows.tokens), (step.scale, step.softmax)
+        q_THD, by = step.queries(rows.tokens), (step.scale, step.softmax, self.counters.meter, step.scales)
         if self.captured is not None and layer.role.evicts is None:
-            meter = self.counters.meter
-            attended = self.captured.attend(rows, layer, q_THD, step.pages, table_P, chunk, *by, meter, step.scales)
+            attended = self.captured.attend(rows, layer, q_THD, step.pages, table_P, chunk, *by)
             if attended is not None:
                 return attended
         if chunk.past[0] == 0 and step.scales is None and k_TGD is not None and v_TGD is not None:

@@ -261,7 +261,5 @@ def _gather(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_bytes(given: bytes) -> list[bytes]:
-    if get_parallel().attn_tp_size == 1:
-        return [given]
-    parts: list[bytes] = get_parallel().attn_tp_group.all_gather_object(given)
-    return parts
+    ranks = get_parallel()
+    return [given] if ranks.attn_tp_size == 1 else list(ranks.attn_tp_group.all_gather_object(given))

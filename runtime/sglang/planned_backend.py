@@ -87,17 +87,20 @@ class OnCuda:
         scale: float, out_THD: torch.Tensor, scales: Scales | None = None, softmax: Softmax = PLAIN,
     ) -> Callable[[], Any]:  # fmt: skip
         """A launch of SGLang's kernel, causal, of the last rows of requests, over a layer's keys and values in pages,
-        [2, N, S, G, D]; into memory of its own."""
+        [2, N, S, G, D]; into memory of its own. Decode has its schedule, which SGLang makes once a step."""
         like: Any = {"dtype": torch.int32, "device": q_THD.device}
-        rows, by = len(q_THD) // len(lengths), {}
+        rows, by = len(q_THD) // len(lengths), dict[str, torch.Tensor | None]()
         if scales is not None:
             cache, each = cache.view(FLOAT8), (scales.k_G, scales.v_G)
-            by = dict(zip(("k_descale", "v_descale"), (x_G.expand(len(lengths), -1) for x_G in each), strict=True))
+            by.update(zip(("k_descale", "v_descale"), (x_G.expand(len(lengths), -1) for x_G in each), strict=True))
+        lengths_B, starts = torch.tensor(lengths, **like), torch.arange(0, len(q_THD) + 1, rows, **like)
+        if rows == 1:
+            schedule = backend._compute_scheduler_metadata
+            by["scheduler_metadata"] = schedule(len(lengths), max(*lengths, 1), lengths_B, starts)
         return partial(
             backend.flash_attn_with_kvcache, q=q_THD, k_cache=cache[0], v_cache=cache[1], page_table=table_BP,
-            cache_seqlens=torch.tensor(lengths, **like), cu_seqlens_q=torch.arange(0, len(q_THD) + 1, rows, **like),
-            max_seqlen_q=rows, softmax_scale=scale, causal=True, softcap=softmax.cap, sinks=softmax.sinks_H,
-            num_splits=backend.num_splits, ver=backend.fa_impl_ver, **by,
+            cache_seqlens=lengths_B, cu_seqlens_q=starts, max_seqlen_q=rows, softmax_scale=scale, causal=True,
+            softcap=softmax.cap, sinks=softmax.sinks_H, num_splits=backend.num_splits, ver=backend.fa_impl_ver, **by,
         )  # fmt: skip
 
 

@@ -11,11 +11,24 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def attend(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, page_table: torch.Tensor,
-    cache_seqlens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int, softmax_scale: float, causal: bool,
-    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None, softcap: float = 0.0,
-    sinks: None = None, num_splits: int = 0, ver: int = 3,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: None = None,
+    num_splits: int = 0,
+    ver: int = 3,
+    scheduler_metadata: None = None,
+) -> torch.Tensor:
     """As SGLang's `flash_attn_with_kvcache`, of what its backend gives it here; caches are [N, S, G, D]."""
     assert (causal, softcap, sinks, num_splits, ver) == (True, 0.0, None, 0, 3)
     starts, out_THD = cu_seqlens_q.tolist(), torch.zeros_like(q)
@@ -42,6 +55,10 @@ def attend(
 class PagedBackend(TorchNativeAttnBackend):
     flash_attn_with_kvcache = staticmethod(attend)
     num_splits, fa_impl_ver = 0, 3
+
+    def _compute_scheduler_metadata(self, requests: int, longest: int, lengths_B: Any, starts: Any) -> None:
+        assert (requests, starts.tolist()) == (len(lengths_B), list(range(requests + 1)))
+        assert longest >= max(lengths_B)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._init(forward_batch)
