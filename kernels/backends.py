@@ -183,9 +183,9 @@ def dense_prefill(
     """Dense causal attention of a whole layer: by flash-attn-4 or our own kernel where `dense_by_flash` or
     `dense_by_triton` say so, else by torch. As `dense_attention`; no log-sum-exp."""
     module = _module(backend, _PREFILL)
-    by_flash = dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=backend)
-    if by_flash or dense_by_triton(q_BHSD, backend=backend):
-        dense: AttentionOutput = module.dense(PrefillCall(q_BHSD, k_BGKD, v_BGKD, chunk, scale, window).check())
+    call = PrefillCall(q_BHSD, k_BGKD, v_BGKD, chunk, scale, window).check()
+    if dense_by_triton(q_BHSD, backend=backend) or dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=backend):
+        dense: AttentionOutput = module.dense(call)
         return dense
     from sparsekv.kernels.prefill.dense import dense_attention  # parts of torch that load Triton
 

@@ -200,7 +200,7 @@ class KeyView:
                 rows[row, :, :count] = x[row, :, : min(count, longest)]
             return rows
         if self.table_BP is None:
-            return x[:, :, :longest]
+            return x if longest == x.shape[2] else x[:, :, :longest]
         used_BP = self.table_BP[:, : -(-longest // self.page)].clamp(0, x.shape[0] - 1)
         used_BP = used_BP if self.requests is None else used_BP[self.requests.of_row_B]
         return x[used_BP].transpose(1, 2).flatten(2, 3)[:, :, :longest]

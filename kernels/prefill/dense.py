@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, PrefillCall
+from sparsekv.kernels.tiles import AttentionOutput, Chunk
 from sparsekv.kernels.topk import blocks
 
 # Elements and rows of a block's mask.
@@ -44,14 +44,14 @@ def dense_attention(
     scale: float,
     window: int | None = None,
 ) -> AttentionOutput:
-    """Causal attention over every key (of the window), without log-sum-exp; arguments as in `prefill_attention`."""
-    PrefillCall(q_BHSD, k_BGKD, v_BGKD, chunk, scale, window).check()
+    """As `prefill_attention` over every key (of the window), without log-sum-exp. Nothing is checked: it takes time."""
     past, length = chunk.past[0], chunk.lengths[0]
     if window is not None and window >= chunk.longest:
         window = None
     same = len(set(chunk.past)) == 1 and len(set(chunk.lengths)) == 1
     if same and length - past == q_BHSD.shape[2]:
-        k_BGKD, v_BGKD = k_BGKD[:, :, :length], v_BGKD[:, :, :length]
+        if length < k_BGKD.shape[2]:
+            k_BGKD, v_BGKD = k_BGKD[:, :, :length], v_BGKD[:, :, :length]
         return AttentionOutput(_same_length(q_BHSD, k_BGKD, v_BGKD, scale, window), None)
     out_BHSD = torch.zeros_like(q_BHSD)
     for b, (past, length) in enumerate(zip(chunk.past, chunk.lengths, strict=True)):

@@ -73,10 +73,9 @@ class LayerCall:
 
     def keys(self, chunk: Chunk) -> KeyView:
         """All keys so far, the chunk's included. Without a past the new rows are all there is."""
-        new = self.entry is None or not any(chunk.past)
         lengths = chunk.lengths if self.entry is None else self.entry.store.lengths
         lengths_B = on_device(lengths, self.q_BHSD.device, torch.int32)
-        if self.entry is None or new:
+        if self.entry is None or not any(chunk.past):
             return KeyView(self.k_BGSD, self.v_BGSD, lengths_B, softmax=self.softmax)
         return self.seen(self.entry.store.view(lengths_B))
 

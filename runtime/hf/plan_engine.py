@@ -72,6 +72,7 @@ class PlanEngine(Engine):
         self.graphs: StepGraphs | None = None
         self._told = False
         self.plan, self.program = plan, program
+        self._dense = [layer.without_patterns for layer in program.layers]
         self.sees_all = bool(program.remembers)
         self.pays = pays
         self._programs = {Phase.DECODE: program, Phase.CHECK if exact else Phase.DENSE: program.dense_in_decode}
@@ -153,12 +154,12 @@ class PlanEngine(Engine):
         chunk = call.chunk
         pays = self.pays.prefill.pays(max(chunk.rows), chunk.longest)
         if call.is_cut or not pays:  # an index of the few rows that are cut off costs more than it saves
-            layer = layer.without_patterns
+            layer = self._dense[call.layer]
         if entry is None:
             return self._prefill(layer, call, chunk)
         layer.role.observe(layer.layer, Observed(call.q_BHSD, call.scale, call.softmax), entry.state)
         is_whole = chunk.lengths == entry.store.lengths
-        out_BHSD = self._prefill(layer if is_whole else layer.without_patterns, call, chunk)
+        out_BHSD = self._prefill(layer if is_whole else self._dense[call.layer], call, chunk)
         if call.ends_prompt:
             layer.role.end_prompt(layer.layer, entry.store, entry.state, self._attempt, entry.scales)
         return out_BHSD

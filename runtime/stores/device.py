@@ -68,12 +68,12 @@ class DeviceStore(WholeStore):
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         check_tokens_fit(self.keys, k_BGSD, v_BGSD)
-        tokens = k_BGSD.shape[2]
-        if self._kv_BGCD is None or self.length + tokens > self.capacity:
-            self._grow(self.length + tokens, Layout.of(k_BGSD))
+        tokens, start, is_ragged = k_BGSD.shape[2], self.length, self._is_ragged
+        if self._kv_BGCD is None or start + tokens > self.capacity:
+            self._grow(start + tokens, Layout.of(k_BGSD))
         for room_BGCD, new_BGSD in zip(self.tensors, (k_BGSD.detach(), v_BGSD.detach()), strict=True):
-            if not self._is_ragged:
-                room_BGCD.narrow(2, self.length, tokens).copy_(new_BGSD)
+            if not is_ragged:
+                room_BGCD.narrow(2, start, tokens).copy_(new_BGSD)
                 continue
             for row, length in enumerate(self.lengths):
                 room_BGCD[row, :, length : length + tokens].copy_(new_BGSD[row])

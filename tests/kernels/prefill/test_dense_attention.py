@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_cases import Case, Problem, assert_close, draw
 
+from sparsekv.kernels.backends import dense_prefill
 from sparsekv.kernels.prefill import dense
 from sparsekv.kernels.prefill import triton as triton_prefill
 from sparsekv.kernels.prefill.dense import dense_attention
@@ -102,4 +103,4 @@ def test_blocks_of_rows_join_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> No
 def test_chunk_longer_than_the_keys_is_refused() -> None:
     q_BHSD, k_BGKD = torch.zeros(1, 2, 8, 64), torch.zeros(1, 1, 8, 64)
     with pytest.raises(ShapeError, match="longest row has 9 keys, k holds 8"):
-        dense_attention(q_BHSD, k_BGKD, k_BGKD, Chunk((1,), (9,)), scale=1.0)
+        dense_prefill(q_BHSD, k_BGKD, k_BGKD, Chunk((1,), (9,)), scale=1.0, backend="cpu")
