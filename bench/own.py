@@ -50,6 +50,7 @@ class OwnBench:
         context: tokens of an agent's first prompt; half of the longest planned length where that is less.
         turn_tokens: of the turns behind it, again and again, as long as the longest planned length has room.
         quantization: of weights, as vLLM names it.
+        sparse: where the plan is executed; "never" tells how far both sides are apart without it.
     """
 
     repeats: int = 5
@@ -63,6 +64,7 @@ class OwnBench:
     backend: str = "auto"
     seed: int = 0
     quantization: str | None = None
+    sparse: str = "auto"
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -135,7 +137,7 @@ def _prompt_row(subject: BenchModel, plan: Plan, length: int, kit: Kit, bench: O
         bench.repeats,
         chunk=plan.quality.step if plan.quality else None,
         backend=bench.backend,
-        sparse="auto",
+        sparse=bench.sparse,
         prompts={length: prompt_of(kit, length, 0, bench.seed)},
     )
     (row,) = bench_prefill(subject, plan, "its own", how, progress)
@@ -149,7 +151,9 @@ def _token_figure(
         if plan.evicting:
             return figure.model_copy(update={"note": "eviction is timed in vLLM alone"})
         return figure.model_copy(update={"share": 1.0, "note": "decode is dense by the plan"})
-    how = DecodeBench((figure.length,), repeats=bench.repeats, backend=bench.backend, seed=bench.seed, sparse="auto")
+    how = DecodeBench(
+        (figure.length,), repeats=bench.repeats, backend=bench.backend, seed=bench.seed, sparse=bench.sparse
+    )
     row = Row(name=TOKEN, length=figure.length, device="", dtype="", own={"batch": 1})
     with progress.stage("decode", total=1) as step:
         step.advance(0, note=f"{format_length(figure.length)} tokens")
@@ -194,6 +198,7 @@ def request_of(
         step_tokens=(plan.quality.step if plan.quality else None) or _STEP,
         repeats=bench.repeats,
         quantization=bench.quantization,
+        sparse=bench.sparse,
         prompts=tuple(filter(is_left, loads_of(kit, plan, bench))),
         turns=tuple(filter(is_left, turns_of(kit, plan, bench))),
     )

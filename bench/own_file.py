@@ -177,10 +177,10 @@ class OwnRun(RunSettings):
     plan: Digest
 
     @classmethod
-    def of(cls, plan: Plan, quantization: str | None = None) -> Self:
-        fingerprint = plan.model.fingerprint
+    def of(cls, plan: Plan, quantization: str | None = None, sparse: str = "auto") -> Self:
+        fingerprint, elsewhere = plan.model.fingerprint, "" if sparse == "auto" else f"sparse={sparse}"
         return cls(
-            model=", ".join(filter(None, (plan.model.id.rstrip("/").rpartition("/")[2], quantization))),
+            model=", ".join(filter(None, (plan.model.id.rstrip("/").rpartition("/")[2], quantization, elsewhere))),
             architecture=fingerprint.architecture,
             weights=fingerprint.weights,
             plan=executed_digest(plan),

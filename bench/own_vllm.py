@@ -71,6 +71,7 @@ class OwnRequest(BaseModel):
     step_tokens: int
     repeats: int
     quantization: str | None = None
+    sparse: str = "auto"
     prompts: tuple[OwnPrompts, ...] = ()
     turns: tuple[OwnTurns, ...] = ()
 
@@ -90,6 +91,7 @@ class OwnRequest(BaseModel):
             backend=self.backend,
             prefix_caching=True,
             quantization=self.quantization,
+            sparse=self.sparse,
         )
 
 

@@ -62,6 +62,8 @@ _TIMES = ("token_ms", "dense_token_ms", "tokens_per_second", "dense_tokens_per_s
 _UNTIMED = "{}: no token timed, since {} never decoded together; a longer answer or fewer at once help"
 _WARM_UP = (2, 4)  # requests, and tokens of an answer
 _LATE_MS = 1000.0  # a first token: who is late on average is not asked more often
+# Rows of steps that engines capture with vLLM's default of requests at once; with few, it captures twice as many rows.
+_CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class ServeBench:
         prefix_caching: whether prompts find the pages of equal beginnings.
         share: of the device, of each engine; None gives each half of it, or all.
         quantization: of weights, as vLLM names it.
+        sparse: where the engine with the plan is sparse, as `additional_config` takes it.
     """
 
     loads: tuple[Load, ...]
@@ -112,10 +115,23 @@ class ServeBench:
     prefix_caching: bool = False
     share: float | None = None
     quantization: str | None = None
+    sparse: str = "auto"
 
     @property
     def longest(self) -> int:
         return max(load.prompt + load.answer for load in self.loads)
+
+    @property
+    def at_once(self) -> int:
+        return max(load.at_once for load in self.loads)
+
+    @property
+    def captured(self) -> list[int]:
+        """Rows of steps that an engine captures piecewise as `vllm serve` does, and steps of decode whole: those end at
+        `max_num_seqs` requests, each with its drafts."""
+        decodes = {n * (1 + self.drafted) for n in (*_CAPTURED, self.at_once) if n <= self.at_once}
+        most = min(self.step_tokens, _CAPTURED[-1])
+        return sorted(rows for rows in {*_CAPTURED, *decodes, most} if rows <= most)
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -123,7 +139,7 @@ class ServeBench:
             "dtype": dtype_name(self.dtype),
             "max_model_len": self.longest,
             "max_num_batched_tokens": self.step_tokens,
-            "max_num_seqs": max(load.at_once for load in self.loads),
+            "max_num_seqs": self.at_once,
             "enable_prefix_caching": self.prefix_caching,
             "skip_tokenizer_init": True,
             "seed": self.seed,
@@ -132,7 +148,10 @@ class ServeBench:
             "quantization": self.quantization,
         }
         share = self.share or (ALONE if self.alone else BESIDE)
-        on_device = {"gpu_memory_utilization": share} if self.device.type == "cuda" else {}
+        on_device: dict[str, Any] = {}
+        if self.device.type == "cuda":  # a CPU has no memory to share, and captures nothing
+            graphs = {"cudagraph_capture_sizes": self.captured}
+            on_device = {"gpu_memory_utilization": share, "compilation_config": graphs}
         drafter = {"speculative_config": by_look_up(self.drafted)} if self.drafted else {}
         return own | on_device | drafter | ({"kv_cache_memory_bytes": self.cache_bytes} if self.cache_bytes else {})
 
@@ -341,7 +360,7 @@ def noting(found: Measured[Any]) -> Iterator[None]:
 
 @contextmanager
 def served_engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator[Engine]:
-    """An engine: DENSE without the plan; SPARSE where the plan pays here; ALWAYS where it may be sparse."""
+    """An engine: DENSE without the plan; SPARSE where `bench.sparse` says; ALWAYS where it may be sparse."""
     settings = bench.engine | ({"load_format": "dummy"} if model.random else {})
     if model.random and bench.drafted:
         settings |= {"speculative_config": by_look_up(bench.drafted) | _all_accepted(bench.drafted)}
@@ -349,7 +368,7 @@ def served_engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -
     with tempfile.TemporaryDirectory() as folder:
         if way != DENSE:
             write_plan(plan, path := Path(folder) / "sparsekv.yaml")
-            own = {"plan": str(path), "backend": bench.backend, "sparse": "always" if way == ALWAYS else "auto"}
+            own = {"plan": str(path), "backend": bench.backend, "sparse": "always" if way == ALWAYS else bench.sparse}
             settings |= asking_for_ours()
         settings |= {"additional_config": {"sparsekv": own}}
         with engine_elsewhere(way, model.folder, settings) as engine:

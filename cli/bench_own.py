@@ -18,7 +18,6 @@ from sparsekv.plans.schema import Plan
 if TYPE_CHECKING:
     from sparsekv.bench.own_file import OwnFile
 
-
 _BESIDE = {".md": "the page", ".svg": "the picture", ".log": "vLLM's log"}
 
 
@@ -47,6 +46,7 @@ class OwnFlags(Options):
         Literal["both", "transformers", "vllm"],
         Key("Measure in both hosts, or in one of them.", "both|transformers|vllm"),
     ] = "both"
+    sparse: Annotated[Literal["auto", "never"], Key("never: cost and noise alone.", "auto|never")] = "auto"
 
 
 def own(flags: OwnFlags) -> None:
@@ -67,7 +67,7 @@ def own(flags: OwnFlags) -> None:
         from sparsekv.bench.own_file import OwnPlan, OwnRun
         from sparsekv.planner.records import RunFile
 
-        file: OwnFile = RunFile.of(OwnRun.of(plan, flags.quantization), flags.out)
+        file: OwnFile = RunFile.of(OwnRun.of(plan, flags.quantization, flags.sparse), flags.out)
         file.add(OwnPlan.of(plan))
         try:
             _measure(flags, subject, plan, file)
@@ -136,7 +136,7 @@ def _measure(flags: OwnFlags, subject: Subject, plan: Plan, file: OwnFile) -> No
 
     settings, progress = settings_of(flags), BarProgress()
     device = torch_device(settings.device)
-    bench = OwnBench(backend=settings.backend, quantization=flags.quantization)
+    bench = OwnBench(backend=settings.backend, quantization=flags.quantization, sparse=flags.sparse)
     subject = subject.checked(flags)
     assert subject.source is not None
     if flags.half != "vllm" and flags.quantization is None:

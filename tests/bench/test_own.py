@@ -222,7 +222,7 @@ ELSEWHERE = """
     request = json.load(open(sys.argv[3]))
     assert request["device"] == "cpu" and request["plan"].endswith(".yaml")
     asked = [[len(p["prompts"]), *map(len, p["prompts"])] for p in request["prompts"]]
-    json.dump(asked + [request["quantization"]], open(sys.argv[0] + ".asked", "w"))
+    json.dump(asked + [request["sparse"], request["quantization"]], open(sys.argv[0] + ".asked", "w"))
     with open(sys.argv[4], "a") as out:
         for load in request["prompts"][:1]:
             for name in ("first token", "token", "tokens/s"):
@@ -270,7 +270,7 @@ def test_halves_join_in_the_file_and_nothing_is_measured_twice(
     assert failed.failed.endswith("a library is missing")
     assert json.loads((tmp_path / "worker.py.asked").read_text())[0][0] == 1
     asked(command, OwnFlags, **call, vllm_python=elsewhere, half="vllm")
-    (count, *_), none = json.loads((tmp_path / "worker.py.asked").read_text())
+    (count, *_), _, none = json.loads((tmp_path / "worker.py.asked").read_text())
     assert (count, none) == (2, None)
     assert out.with_suffix(".md").read_text() == page(OwnFile.read(OwnRun, out), "own.svg")
 
@@ -292,10 +292,26 @@ def test_quantised_weights_are_measured_in_vllm_alone_into_a_file_of_their_own(
     assert (refused.code, "found half=transformers" in refused.err) == (2, True), refused.err
 
 
-def test_engines_of_a_request_quantise_their_weights():
+def test_engines_of_a_request_quantise_their_weights_and_are_sparse_where_it_says():
     asked = {"model": "m", "plan": "p", "device": "cpu", "dtype": "float32", "backend": "auto", "longest": 8}
-    request = own.OwnRequest(**asked, step_tokens=8, repeats=1, quantization="fp8_per_channel")
-    assert request.bench.quantization == "fp8_per_channel"
+    request = own.OwnRequest(**asked, step_tokens=8, repeats=1, quantization="fp8_per_channel", sparse="never")
+    assert (request.bench.quantization, request.bench.sparse) == ("fp8_per_channel", "never")
+
+
+def test_figures_with_nothing_sparse_are_measured_apart_from_those_of_the_plan(
+    asked, folder, plan, tmp_path, elsewhere, monkeypatch, short_filler
+):
+    monkeypatch.setattr(own, "OwnBench", lambda **options: replace(QUICK, **options))
+    out, file = tmp_path / "noise.json", tmp_path / "on_device.yaml"  # layers in host memory stay sparse
+    write_plan(plan.model_copy(update={"decode": plan.decode.model_copy(update={"offload": None})}), file)
+    call = {"model": str(folder), "plan": file, "out": out, "vllm_python": elsewhere}
+    assert asked(command, OwnFlags, **call, sparse="never").code == 0
+    assert json.loads((tmp_path / "worker.py.asked").read_text())[-2] == "never"
+    read = [figure for figure in figures(OwnFile.read(OwnRun, out)) if figure.half == "transformers"]
+    assert {figure.name: figure.share for figure in read} == {"prompt": 1.0, "token": 1.0}
+    assert all(len(figure.dense) == len(figure.plan) == 2 for figure in read)
+    assert OwnFile.read(OwnRun, out).settings.model.endswith(", sparse=never")
+    assert "those of another" in asked(command, OwnFlags, **call).err
 
 
 def test_a_token_of_a_plan_that_evicts_alone_has_no_share_here(plan):

@@ -1,16 +1,18 @@
 """bench serve, as far as it needs no vLLM: engines, and when requests come."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from sparsekv.bench.serve import (
-    Load,
-    ServeBench,
-    serve,
-)
+from sparsekv.bench import serve as serving
+from sparsekv.bench.serve import ALWAYS, DENSE, SPARSE, Load, ServeBench, serve, served_engine
+from sparsekv.plans.files import load_plan
 
 
 def test_engines_have_room_for_the_longest_request_and_for_all_that_come_at_once() -> None:
@@ -19,12 +21,52 @@ def test_engines_have_room_for_the_longest_request_and_for_all_that_come_at_once
     assert bench.engine["max_num_seqs"] == 8
     assert "gpu_memory_utilization" not in bench.engine
     assert "kv_cache_memory_bytes" not in bench.engine
+    assert "compilation_config" not in bench.engine
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 8, 300])
+@pytest.mark.parametrize("drafted", [0, 3])
+@pytest.mark.parametrize("step", [300, 8192])
+def test_engines_capture_short_prompts_as_an_engine_of_many_requests_does(
+    at_once: int, drafted: int, step: int
+) -> None:
+    """Rows up to 512 are padded by less than 8 or 16, and every number of requests that decodes finds a graph."""
+    load = Load(1000, 10, at_once)
+    bench = ServeBench((Load(8, 1), load), torch.device("cuda"), torch.bfloat16, step_tokens=step, drafted=drafted)
+    sizes = bench.engine["compilation_config"]["cudagraph_capture_sizes"]
+    assert sizes == sorted({*sizes})
+    assert sizes[-1] == min(step, 512)
+    for rows in range(1, sizes[-1] + 1):
+        padded = min(size for size in sizes if size >= rows)
+        assert padded - rows < (16 if rows > 248 else 8 if rows > 4 else 2)
+    tokens = at_once * (1 + drafted)
+    assert tokens in sizes or tokens > sizes[-1]
 
 
 def test_both_engines_quantise_their_weights_by_the_name_that_is_given() -> None:
     bench = ServeBench((Load(8, 1),), torch.device("cpu"), torch.float32)
     assert bench.engine["quantization"] is None
     assert replace(bench, quantization="fp8_per_channel").engine["quantization"] == "fp8_per_channel"
+
+
+def test_the_plan_is_executed_where_the_bench_says_or_always(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    told: list[dict[str, object]] = []
+
+    @contextmanager
+    def started(way: str, folder: str, settings: dict[str, Any]) -> Iterator[None]:
+        told.append(settings["additional_config"]["sparsekv"])
+        yield None
+
+    monkeypatch.setattr(serving, "engine_elsewhere", started)
+    monkeypatch.setattr(serving, "asking_for_ours", dict)
+    model: Any = SimpleNamespace(folder="m", random=False)
+    plan = load_plan(folder / "sparsekv.yaml")
+    bench = ServeBench((Load(8, 1),), torch.device("cpu"), torch.float32)
+    for way, sparse in ((SPARSE, "auto"), (SPARSE, "never"), (ALWAYS, "never"), (DENSE, "never")):
+        with served_engine(way, model, plan, replace(bench, sparse=sparse)):
+            pass
+    assert [one.get("sparse") for one in told] == ["auto", "never", "always", None]
+    assert [one.get("dense") for one in told] == [None, None, None, True]
 
 
 class OneAStep:
