@@ -44,8 +44,14 @@ def _list_tiles(
     device: torch.device, patterns: tuple[AShape, ...], layout: IndexLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiles [B, u, T, W] and counts [B, u, T]."""
-    sinks, reaches = _sink_tiles(patterns, layout), _reach(patterns, layout)
-    width = layout.most_tiles(_most_tiles(sinks, reaches, layout))
+    resolved, reaches = layout.resolve([pattern.sink for pattern in patterns]), _reach(patterns, layout)
+    sinks = [[max(1, ceil_div(sink, layout.tile.key)) for sink in row] for row in resolved]
+    most = max(
+        sink + reach + layout.diagonal_tiles(phase)
+        for sink_row, reach_row, phase in zip(sinks, reaches, layout.phases, strict=True)
+        for sink, reach in zip(sink_row, reach_row, strict=True)
+    )
+    width = layout.most_tiles(most)
     tiles_BuTW, counts_BuT = empty_tiles(layout, len(patterns), width)
     limits, rows = on_device([sinks, reaches], device), layout.locate()
     for part in blocks(layout.row_tiles, layout.batch * len(patterns) * width):
@@ -56,11 +62,6 @@ def _list_tiles(
 _cached_lists = cached_on_device(most=64)(_list_tiles)  # every layer of a plan may have windows of its own
 
 
-def _sink_tiles(patterns: Sequence[AShape], layout: IndexLayout) -> list[list[int]]:
-    resolved = layout.resolve([pattern.sink for pattern in patterns])
-    return [[max(1, ceil_div(sink, layout.tile.key)) for sink in row] for row in resolved]
-
-
 def _reach(patterns: Sequence[AShape], layout: IndexLayout) -> list[list[int]]:
     """Key tiles before the one of the first row that the window touches; the one before it is mandatory."""
     resolved = layout.resolve([pattern.window for pattern in patterns])
@@ -68,14 +69,6 @@ def _reach(patterns: Sequence[AShape], layout: IndexLayout) -> list[list[int]]:
         [max(1, -((phase - window + 1) // layout.tile.key)) for window in row]
         for row, phase in zip(resolved, layout.phases, strict=True)
     ]
-
-
-def _most_tiles(sinks: list[list[int]], reaches: list[list[int]], layout: IndexLayout) -> int:
-    return max(
-        sink + reach + layout.diagonal_tiles(phase)
-        for sink_row, reach_row, phase in zip(sinks, reaches, layout.phases, strict=True)
-        for sink, reach in zip(sink_row, reach_row, strict=True)
-    )
 
 
 def _list_rows(limits_2Bu: torch.Tensor, rows: RowTiles, width: int) -> tuple[torch.Tensor, torch.Tensor]:

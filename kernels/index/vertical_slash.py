@@ -169,7 +169,8 @@ def index_vertical_slash(group: FamilyHeads, call: IndexCall) -> HeadIndex:
     if lines is None:
         lines = score_lines(group.heads, [pattern.last_q for pattern in group.patterns], call)
     diagonals, bound = _choose_slashes(group, lines, layout)
-    columns_BhC = _choose_columns(group, lines, layout)
+    counts = layout.resolve([pattern.vertical for pattern in group.patterns])
+    columns_BhC = top_ascending(lines.vertical_BhS, on_device(counts, layout.device), largest(counts), NO_COLUMN)
     tiles_BhTW, counts_BhT = empty_tiles(layout, h, layout.most_tiles(bound))
     words = ceil_div(columns_BhC.shape[-1], WORD)
     live_BhTN = torch.zeros((*counts_BhT.shape, words), dtype=torch.int32, device=layout.device)
@@ -178,11 +179,6 @@ def index_vertical_slash(group: FamilyHeads, call: IndexCall) -> HeadIndex:
         tiles_BhTW[:, :, part], counts_BhT[:, :, part] = _list_rows(diagonals, rows, tiles_BhTW.shape[-1])
         live_BhTN[:, :, part] = pack_bits(_live_columns(columns_BhC, diagonals, rows, layout))
     return HeadIndex(group.heads, tiles_BhTW, counts_BhT, columns_BhC, live_BhTN)
-
-
-def _choose_columns(group: FamilyHeads, lines: LineScores, layout: IndexLayout) -> torch.Tensor:
-    counts = layout.resolve([pattern.vertical for pattern in group.patterns])
-    return top_ascending(lines.vertical_BhS, on_device(counts, layout.device), largest(counts), NO_COLUMN)
 
 
 def _choose_slashes(group: FamilyHeads, lines: LineScores, layout: IndexLayout) -> tuple[TileDiagonals, int]:

@@ -52,11 +52,6 @@ _HALF = (
 _FLOAT32 = ((128, ColumnLaunch(32, 32, 4, 1)), (256, ColumnLaunch(16, 32, 4, 1)))
 
 
-def column_launch(dtype: torch.dtype, block_d: int) -> ColumnLaunch:
-    table = _FLOAT32 if dtype == torch.float32 else _HALF
-    return next(launch for limit, launch in table if block_d <= limit)
-
-
 def add_columns(
     out_BHSD: torch.Tensor,
     lse_BHS: torch.Tensor,
@@ -73,7 +68,8 @@ def add_columns(
     B, H, S, D = q_BHSD.shape
     G, C = k_BGKD.shape[1], index.columns_BHC.shape[2]
     block_d = triton.next_power_of_2(D)
-    blocks = column_launch(q_BHSD.dtype, block_d)
+    launches = _FLOAT32 if q_BHSD.dtype == torch.float32 else _HALF
+    blocks = next(launch for limit, launch in launches if block_d <= limit)
     blocks = replace(blocks, block_m=min(blocks.block_m, index.tile.query))
     past_B, lengths_B = chunk.on_device(q_BHSD.device)
     columns_BHC, dense_H = index.columns_BHC.contiguous(), index.dense_H.contiguous()

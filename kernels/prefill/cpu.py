@@ -115,8 +115,10 @@ def _sparse(
     S, D = q_SD.shape
     q_TMD = torch.nn.functional.pad(q_SD, (0, 0, 0, -S % rows.query)).view(-1, rows.query, D)
     out_TMD, lse_TM = torch.zeros_like(q_TMD), q_TMD.new_full(q_TMD.shape[:2], -math.inf)
-    scratch_2ND = q_SD.new_empty((2, rows.most_keys, D))  # one query tile after the other gathers into it
-    for part in blocks(len(q_TMD), rows.query * max(rows.key, rows.edge_keys), EDGE_ELEMENTS):
+    most_keys = int((rows.listed_TW.sum(1) * rows.key + rows.whole_TC.sum(1)).max())
+    edge_keys = int((rows.edge_TW.sum(1) * rows.key + rows.edge_TC.sum(1)).max())
+    scratch_2ND = q_SD.new_empty((2, most_keys, D))  # one query tile after the other gathers into it
+    for part in blocks(len(q_TMD), rows.query * max(rows.key, edge_keys), EDGE_ELEMENTS):
         for t, (tiles_W, columns_C) in enumerate(rows.whole(part), part.start):
             if len(tiles_W) or len(columns_C):
                 k_ND, v_ND = keys.gather(tiles_W, columns_C, scratch_2ND)
@@ -196,14 +198,6 @@ class HeadRows:
     columns_C: torch.Tensor
     whole_TC: torch.Tensor  # bool
     edge_TC: torch.Tensor  # bool
-
-    @property
-    def most_keys(self) -> int:
-        return int((self.listed_TW.sum(1) * self.key + self.whole_TC.sum(1)).max())
-
-    @property
-    def edge_keys(self) -> int:
-        return int((self.edge_TW.sum(1) * self.key + self.edge_TC.sum(1)).max())
 
     def whole(self, part: slice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Tiles and columns that every row of a query tile sees, for each of a block."""

@@ -88,7 +88,9 @@ class PieceEncoder:
             encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
             return encoded
 
-        bos_ids = _put_in_front(encode_batch([_WORD])[0], tokenizer(_WORD)["input_ids"])
+        bare, whole = list(encode_batch([_WORD])[0]), list(tokenizer(_WORD)["input_ids"])
+        begins = range(len(whole) - len(bare) + 1)
+        bos_ids = next((whole[:i] for i in begins if whole[i : i + len(bare)] == bare), ())
         return cls(encode_batch, bos_ids, decode=tokenizer.decode)
 
     def encode(self, pieces: Iterable[str]) -> list[int]:
@@ -121,11 +123,6 @@ def _is_concatenative(encode_batch: EncodeBatch) -> bool:
     """True where pieces can be encoded by themselves; tokenizers that prepend a space cannot."""
     whole, anchor, piece = encode_batch([_ANCHOR + _WORD, _ANCHOR, _WORD])
     return list(whole) == [*anchor, *piece]
-
-
-def _put_in_front(bare: Sequence[int], whole: Sequence[int]) -> Sequence[int]:
-    extra = range(len(whole) - len(bare) + 1)
-    return next((whole[:i] for i in extra if list(whole[i : i + len(bare)]) == list(bare)), ())
 
 
 def _anchored(encode_batch: EncodeBatch) -> EncodeBatch:

@@ -436,8 +436,9 @@ def check_generate(defaults: GenerationConfig, given: dict[str, Any], engine: En
     for name, (refused, what, instead) in _REFUSED.items():
         value = generate_setting(name, given, defaults)
         if value is not None and refused(value):
+            found = repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
             raise UnsupportedError(
-                f"{what} cannot be right with a sparsekv plan applied yet (found {name}={_brief(value)}); "
+                f"{what} cannot be right with a sparsekv plan applied yet (found {name}={found}); "
                 f"{instead}, or close the handle first"
             )
     cache = named(given).get(CACHE_NAME)
@@ -446,7 +447,3 @@ def check_generate(defaults: GenerationConfig, given: dict[str, Any], engine: En
         engine.check_cut(generate_setting("prefill_chunk_size", given, defaults), prompt_end(given))
     if (beams := generate_setting("num_beams", given, defaults) or 1) > 1:
         fixed_rows_of(cache, engine.fixed_rows).refuse("num_beams=1", f"num_beams={beams}", "generate with one beam")
-
-
-def _brief(value: Any) -> str:
-    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__

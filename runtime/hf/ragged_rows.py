@@ -189,7 +189,9 @@ def run_by_rows(attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -
     caches = [None] * batch if whole is None else [_cache_of_row(whole, row, batch) for row in range(batch)]
     lengths = [0 if cache is None else cache.get_seq_length() for cache in caches]
     hidden_BSE: torch.Tensor | None = None
-    for row in _longest_first(lengths, under_way.rows):
+    counts = map(_count, under_way.rows)
+    ends = {row: lengths[row] + count for row, count in enumerate(counts) if count}
+    for row in sorted(ends, key=lambda row: -ends[row]):  # the longest makes room for all
         tokens, cache = under_way.rows[row], caches[row]
         positions_1S = torch.arange(lengths[row], lengths[row] + _count(tokens), device=given.device)[None]
         of_row = {"attention_mask": None, "position_ids": positions_1S, CACHE_NAME: cache}
@@ -204,12 +206,6 @@ def run_by_rows(attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -
     if whole is not None:
         _give_back(whole, [cache for cache in caches if cache is not None], columns)
     return decoder_output(hidden_BSE, whole)
-
-
-def _longest_first(lengths: Sequence[int], rows: Sequence[slice]) -> list[int]:
-    """The rows that have new tokens: the first one makes room for all."""
-    ends = {row: length + _count(rows[row]) for row, length in enumerate(lengths) if _count(rows[row])}
-    return sorted(ends, key=lambda row: -ends[row])
 
 
 def _count(tokens: slice) -> int:

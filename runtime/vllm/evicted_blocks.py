@@ -191,7 +191,9 @@ class StepTables:
         if blocks not in self._buffers:
             self._buffers[blocks] = lengths_B.new_zeros(self.rows)
         buffer_B = self._buffers[blocks][: len(lengths_B)]
-        moved_4B = _to_device(moves_4B * (blocks.block // page), lengths_B.device)
+        moved_4B = torch.from_numpy(moves_4B * (blocks.block // page))
+        if lengths_B.is_cuda:
+            moved_4B = moved_4B.pin_memory().to(lengths_B.device, non_blocking=True)
         torch.sub(lengths_B, moved_4B[3] * page, out=buffer_B)
         used = min(pages, max(1, -(-int(shorter_B.max()) // page)))
         prompts = tuple(_prompts(blocks, requests, starts, pasts_B.tolist()))
@@ -249,11 +251,6 @@ def _entries(moves_4B: torch.Tensor, pages: int) -> torch.Tensor:
     return page_P + moved_BP
 
 
-def _to_device(moves_4B: np.ndarray, device: torch.device) -> torch.Tensor:
-    moves = torch.from_numpy(moves_4B)
-    return moves.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else moves
-
-
 Pages = tuple[torch.Tensor, torch.Tensor]  # keys and values
 _WARM_UP = "warm-up"  # no request, so that it is forgotten by the first one
 
@@ -284,7 +281,7 @@ class EvictingHost:
     ) -> None:  # fmt: skip
         """Rows of a prompt have attended; pages are the layer's, [N, G, S, D] each. At its end the layer evicts."""
         seen = _rule(layer).observe or 0
-        self._forget()
+        self._saved = {name: saved for name, saved in self._saved.items() if self.requests.knows(name)}
         saved = self._saved.get(rows.name, {}).pop(layer.layer, None)
         older = saved.queries if saved and saved.end == rows.past else None
         if rows.end == rows.prompt:
@@ -298,10 +295,6 @@ class EvictingHost:
     def _save(self, name: str, layer: LayerProgram, queries: Observed, end: int) -> None:
         copied = Observed(queries.q_BHWD.clone(), queries.scale, queries.softmax)
         self._saved.setdefault(name, {})[layer.layer] = Saved(copied, end)
-
-    def _forget(self) -> None:
-        for name in [name for name in self._saved if not self.requests.knows(name)]:
-            del self._saved[name]
 
     def _evict(
         self, layer: LayerProgram, rows: PromptRows, observed: Observed, pages: Pages, table_P: torch.Tensor,
