@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from sparsekv.planner.options import Settled
 from sparsekv.planner.predict import decode_share
-from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile, TokenChoice
+from sparsekv.planner.profile.profile_data import LengthProfile, Profile, TokenChoice
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, tokens
@@ -107,8 +107,10 @@ def _sparsest(model: ModelInfo, entries: Sequence[LengthProfile], options: Settl
     """Segments that differ in their budgets alone and read least over all lengths together."""
     by_shape: dict[Segments, list[list[Segments]]] = {}
     for position, entry in enumerate(entries):
+        budget = entry.length if options.any_budget else options.decode_budget.resolve(entry.length)
         for trial in entry.trials:
-            if _is_inside(trial, entry.length, options, most[position]):
+            is_small = all(segment.budget.resolve(entry.length) <= budget for segment in trial.segments)
+            if is_small and trial.kl_bound <= most[position]:
                 shape = tuple(segment.model_copy(update={"budget": _ANY}) for segment in trial.segments)
                 by_shape.setdefault(shape, [[] for _ in entries])[position].append(trial.segments)
 
@@ -120,12 +122,6 @@ def _sparsest(model: ModelInfo, entries: Sequence[LengthProfile], options: Settl
         pairs = zip(tried, entries, strict=True)
         choices.append(tuple(min(some, key=partial(share, entry=entry), default=()) for some, entry in pairs))
     return min(choices, key=lambda choice: sum(map(share, choice, entries)))
-
-
-def _is_inside(trial: DecodeTrial, length: int, options: Settled, most: float) -> bool:
-    budget = length if options.any_budget else options.decode_budget.resolve(length)
-    is_small = all(segment.budget.resolve(length) <= budget for segment in trial.segments)
-    return is_small and trial.kl_bound <= most
 
 
 def _buckets(entries: Sequence[LengthProfile], choice: Choice, dense: Sequence[int]) -> tuple[DecodeBucket, ...]:

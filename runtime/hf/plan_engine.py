@@ -23,7 +23,6 @@ from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.pays import ALWAYS, Pays
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program, count_step, decode
-from sparsekv.runtime.core.roles import Attempt
 from sparsekv.runtime.core.state import DecodeState, Observed
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.hf.attention import Attachment, Engine, Executor, LayerCall, Phase
@@ -124,7 +123,9 @@ class PlanEngine(Engine):
         if phase is Phase.PREFILL:
             self.paging.expect(cache, lengths, self.placement)
             return begin_prompt(self.program, cache)
-        begin_step(self.program, cache, self._attempt, self.meter)
+        for layer, entry in _attending(self.program, cache):  # the prompt is complete
+            layer.role.end_prompt(layer.layer, entry.store, entry.state, self._attempt, entry.scales)
+            layer.role.count_step(entry.store, self.meter)
         first_of(cache).state.begin(lengths, device)
         count_step(self._programs[phase], lengths, self.meter)
         if self.graphs is None and not self._told and can_capture(self.device, self.decode_backend):
@@ -180,13 +181,6 @@ class PlanEngine(Engine):
 def begin_prompt(program: Program, cache: Cache) -> None:
     for layer, entry in _attending(program, cache):
         layer.role.begin_prompt(layer.layer, entry.store, entry.state)
-
-
-def begin_step(program: Program, cache: Cache, attempt: Attempt, meter: Meter) -> None:
-    """A decode step is about to run: what came before it was the whole prompt. Counts what evicting layers read."""
-    for layer, entry in _attending(program, cache):
-        layer.role.end_prompt(layer.layer, entry.store, entry.state, attempt, entry.scales)
-        layer.role.count_step(entry.store, meter)
 
 
 def _attending(program: Program, cache: Cache) -> Iterator[tuple[LayerProgram, SparseLayer]]:

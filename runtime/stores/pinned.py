@@ -154,16 +154,12 @@ class OutsideCaptures:
         # whoever has the lock meanwhile looks again once it has not
         while self._waiting and self._lock.acquire(blocking=False):
             try:
-                if self._captures or _captures_here():
+                if self._captures or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
                     return
                 while self._waiting:
                     self._waiting.popleft()()
             finally:
                 self._lock.release()
-
-
-def _captures_here() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 OUTSIDE_CAPTURES = OutsideCaptures()  # one for all engines and threads: a capture is ended by the work of any of them
@@ -333,13 +329,9 @@ def check_room(nbytes: int, available: int | None) -> None:
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Memory that the machine and this process's control groups have left; None where nobody tells."""
-    known = [left for left in (_of_machine(root), _of_group(root)) if left is not None]
-    return min(known, default=None)
-
-
-def _of_machine(root: Path) -> int | None:
     kilobytes = _fields(root / "proc/meminfo").get("MemAvailable:")
-    return None if kilobytes is None else kilobytes * 1024
+    of_machine = None if kilobytes is None else kilobytes * 1024
+    return min((left for left in (of_machine, _of_group(root)) if left is not None), default=None)
 
 
 # Limit, use, and what of that the kernel gives up by itself: of control groups of version 2 and 1.
