@@ -230,21 +230,18 @@ def compile_once(
     say = progress.say if progress else None
     prefill = allocate(measured, cost, options, say) if "prefill" in options.phases else None
     decode = choose_filter_layers(measured, options) if "decode" in options.phases else None
+    stored = None if options.kv_dtype == "auto" else options.kv_dtype
+    target = Target(device=measured.device, backend=measured.backend, dtype=measured.dtype, kv_dtype=stored)
     return Plan(
         status="unverified",
         model=model,
-        targets=(_target(measured, options),),
+        targets=(target,),
         prefill=prefill,
         decode=decode,
         kv_cache=kv_cache or None,
         cost=predict(measured, cost, prefill, decode),
         provenance=_provenance(options, measured, cost),
     )
-
-
-def _target(measured: Profile, options: Settled) -> Target:
-    stored = None if options.kv_dtype == "auto" else options.kv_dtype
-    return Target(device=measured.device, backend=measured.backend, dtype=measured.dtype, kv_dtype=stored)
 
 
 @dataclass(frozen=True, slots=True)

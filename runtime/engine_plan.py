@@ -136,15 +136,10 @@ def start(
 
 
 def _announce(plan: Plan, path: Path, engine: str) -> None:
-    decodes = plan.decode is not None and any(bucket.segments for bucket in plan.decode.lengths)
     if plan.decode is not None and plan.decode.offload is not None:
         warnings.warn(
             f"{path} allows some layers in host memory, which {engine} ignores: their pages stay on the device",
             PlanWarning, stacklevel=3,
         )  # fmt: skip
-    if (
-        not decodes
-        and not plan.evicting
-        and (plan.prefill is None or not any(bucket.heads for bucket in plan.prefill.lengths))
-    ):
+    if plan.is_dense:
         warnings.warn(f"{path} is dense at every length: it changes nothing here", PlanWarning, stacklevel=3)

@@ -9,6 +9,7 @@ as asked picks every token of it, which is how answers are scored here.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise, starmap
 
 import numpy as np
@@ -52,12 +53,11 @@ class Niah:
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         standard = self.needles + (request.length // self.tokens_per_needle if self.tokens_per_needle else 0)
         count = request.statements or standard
-        return build(kit, _needles(kit, draws, count), request, draws)
+        return build(kit, _pairs(kit.wording.needle, draws, _NEEDLE_DIGITS, count), request, draws)
 
 
-def _needles(kit: Kit, draws: Draws, count: int) -> list[Unit]:
-    pairs = zip(draws.keys(count), draws.values(count, _NEEDLE_DIGITS), strict=True)
-    return [stated(kit.wording.needle, *pair) for pair in pairs]
+def _pairs(asked: Asked, draws: Draws, digits: int, count: int) -> list[Unit]:
+    return [stated(asked, *pair) for pair in zip(draws.keys(count), draws.values(count, digits), strict=True)]
 
 
 def stated(asked: Asked, key: Pieces, value: str) -> Unit:
@@ -128,7 +128,7 @@ class SecondQuestion:
 
     def document(self, kit: Kit, request: DocumentRequest, draws: Draws) -> Document:
         """See `Task`. There are two questions, whatever the request says."""
-        needles = _needles(kit, draws, request.statements or self.needles)
+        needles = _pairs(kit.wording.needle, draws, _NEEDLE_DIGITS, request.statements or self.needles)
         found = build(kit, needles, replace(request, queries=2), draws)
         if len(found.queries) < 2:
             raise TaskError(
@@ -180,7 +180,7 @@ class Turns:
 
 def _asked_in_turn(kit: Kit, turns: int, draws: Draws) -> Iterator[Unit]:
     """The needles of each turn, one but for the first, with a question for one planted so far; none is asked twice."""
-    needles = _needles(kit, draws, 2 * turns - 1)
+    needles = _pairs(kit.wording.needle, draws, _NEEDLE_DIGITS, 2 * turns - 1)
     planted = [needles[:turns], *([needle] for needle in needles[turns:])]
     group = planted[draws.rng.integers(turns) if draws.rng.random() < 0.5 else 0]
     last = group[draws.rng.integers(len(group))]
@@ -214,11 +214,7 @@ class KvRetrieval:
 
         With `answer_room`, the missing part of a line at the end becomes a line or two of text at the beginning.
         """
-
-        def pairs(count: int) -> list[Unit]:
-            pairs = zip(draws.keys(count), draws.values(count, _DIGITS), strict=True)
-            return [stated(kit.wording.pair, *pair) for pair in pairs]
-
+        pairs = partial(_pairs, kit.wording.pair, draws, _DIGITS)
         units = pairs(request.statements) if request.statements else enough(kit, request.length, pairs)
         return build(kit, units, request, draws, scattered=False)
 

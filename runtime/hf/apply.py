@@ -183,15 +183,10 @@ class Handle:
         assert self._model is not None, "a closed handle"
         check_batching(self._engine, self._model)
 
-    def _available(self, held_on_device: int = 0, held_on_host: int = 0) -> Available:
-        """For a cache that takes over what is held, and blocks that are free."""
+    def _available(self) -> Available:
+        """For a cache that takes over blocks that are free."""
         free = Available.here({layout.device for layout in self._layouts})
-        on_cpu = free.device is None
-        ours = held_on_host + self._engine.memory.free_bytes + (held_on_device if on_cpu else 0)
-        return Available(
-            None if free.device is None else free.device + held_on_device,
-            None if free.host is None else free.host + ours,
-        )
+        return replace(free, host=None if free.host is None else free.host + self._engine.memory.free_bytes)
 
     def stats(self) -> RunStats:
         """Counts since the start or the last reset; waits for the device. Also after `close()`."""

@@ -43,16 +43,12 @@ class ServingStats:
     def __str__(self) -> str:
         density = "none" if self.prefill_density is None else f"{self.prefill_density:.3f}"
         failed = f", {self.failures:,} chunks of a layer dense after an error" if self.failures else ""
-        return (
-            f"prefill density {density}, {self.sparse_tokens:,} prompt tokens sparse, "
-            f"{self.dense_tokens:,} dense{failed}{self._decoded}"
-        )
-
-    @property
-    def _decoded(self) -> str:
+        prompts = f"{self.sparse_tokens:,} prompt tokens sparse, {self.dense_tokens:,} dense{failed}"
+        if not (self.decode_sparse or self.decode_dense):
+            return f"prefill density {density}, {prompts}"
         left = f" ({self.decode_left:,} for want of scratch)" if self.decode_left else ""
-        is_any = self.decode_sparse or self.decode_dense
-        return f"; {self.decode_sparse:,} decoded tokens sparse, {self.decode_dense:,} dense{left}" if is_any else ""
+        decoded = f"{self.decode_sparse:,} decoded tokens sparse, {self.decode_dense:,} dense{left}"
+        return f"prefill density {density}, {prompts}; {decoded}"
 
     @property
     def tokens(self) -> int:

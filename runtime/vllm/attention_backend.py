@@ -20,6 +20,7 @@ from sparsekv.kernels.keys import FLOAT8, PLAIN, Scales, Softmax
 from sparsekv.plans.errors import SparseKVError, UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.state import Observed
+from sparsekv.runtime.engine_plan import agreed_plan
 from sparsekv.runtime.paged.plan_host import LayerStep, merged
 from sparsekv.runtime.paged.step_rows import (
     DecodeHost,
@@ -43,7 +44,7 @@ from sparsekv.runtime.vllm.engine_host import (
     with_tables,
 )
 from sparsekv.runtime.vllm.evicted_blocks import EvictedBlocks, EvictedLengths, EvictedTable, Requests, move
-from sparsekv.runtime.vllm.settings import check_engine_layer, plan_of, read_options
+from sparsekv.runtime.vllm.settings import check_engine_layer, plan_path, read_options
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
 _Backend: Any
@@ -371,7 +372,7 @@ def _started(config: Any) -> EngineHost | None:
     if model is None or options.dense:
         return None
     try:
-        path = plan_of(options, model.model, model.revision, vllm.gather_bytes)
+        path = agreed_plan(partial(plan_path, options, model.model, model.revision), vllm.gather_bytes)
         if path is None:  # and nothing else of vLLM has been looked at
             return None
         facts = vllm.engine_facts(config, SparseImpl, SparseBuilder)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -92,23 +93,15 @@ def evicting_spec(spec: Any, blocks: EvictedBlocks) -> EvictingSpec:
     return EvictingSpec(**values, blocks=blocks)
 
 
-def _refuse_sessions() -> None:
-    """Has engines that evict refuse requests whose prompts grow: later parts would read blocks that are freed by
-    then."""
-
-    def replacement(given: Any) -> Any:
-        def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
-            groups = self.scheduler.kv_cache_config.kv_cache_groups
-            if request.resumable and any(isinstance(group.kv_cache_spec, EvictingSpec) for group in groups):
-                raise UnsupportedError(
-                    "expected requests with a complete prompt where layers evict tokens, found streaming input; send "
-                    "each turn as a request of its own"
-                )
-            return given(self, request)
-
-        return preprocess_add_request
-
-    replace_method(EngineCore, "preprocess_add_request", replacement)
+def _refusing_sessions(given: Any, self: Any, request: EngineCoreRequest) -> Any:
+    """Engines that evict refuse requests whose prompts grow: later parts would read blocks that are freed by then."""
+    groups = self.scheduler.kv_cache_config.kv_cache_groups
+    if request.resumable and any(isinstance(group.kv_cache_spec, EvictingSpec) for group in groups):
+        raise UnsupportedError(
+            "expected requests with a complete prompt where layers evict tokens, found streaming input; send each turn "
+            "as a request of its own"
+        )
+    return given(self, request)
 
 
 def without_prefix_caching(config: VllmConfig) -> bool:
@@ -121,13 +114,10 @@ def without_prefix_caching(config: VllmConfig) -> bool:
 def change_specs(change: Callable[[VllmConfig, Any, Any], Any]) -> None:
     """Has every layer's cache be what `change(config, layer, spec)` gives, from now on."""
 
-    def replacement(given: Any) -> Any:
-        def get_kv_cache_spec(self: Any, vllm_config: VllmConfig) -> Any:
-            return change(vllm_config, self, given(self, vllm_config))
+    def changed(given: Any, self: Any, vllm_config: VllmConfig) -> Any:
+        return change(vllm_config, self, given(self, vllm_config))
 
-        return get_kv_cache_spec
-
-    replace_method(Attention, "get_kv_cache_spec", replacement)
+    replace_method(Attention, "get_kv_cache_spec", changed)
 
 
 def follow_steps(config: VllmConfig, requests_of: Callable[[VllmConfig], Requests | None]) -> None:
@@ -139,37 +129,31 @@ def follow_steps(config: VllmConfig, requests_of: Callable[[VllmConfig], Request
     if config.use_v2_model_runner:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 
-        replace_method(RunnerV2, "execute_model", lambda given: _executing(given, requests_of, None, _GRAPHS_V2))
-        replace_method(RunnerV2, "prepare_attn", lambda given: _preparing(given, requests_of))
+        replace_method(RunnerV2, "execute_model", partial(_executing, requests_of, None, _GRAPHS_V2))
+        replace_method(RunnerV2, "prepare_attn", partial(_preparing, requests_of))
     else:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-        replace_method(GPUModelRunner, "execute_model", lambda given: _executing(given, requests_of, _ROWS, _GRAPHS))
+        replace_method(GPUModelRunner, "execute_model", partial(_executing, requests_of, _ROWS, _GRAPHS))
 
 
 def _executing(
-    given: Any, requests_of: Callable[[VllmConfig], Requests | None], order: Callable[[Any], Sequence[str]] | None,
-    graphs: tuple[str, str],
+    requests_of: Callable[[VllmConfig], Requests | None], order: Callable[[Any], Sequence[str]] | None,
+    graphs: tuple[str, str], given: Any, self: Any, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    def execute_model(self: Any, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        requests = requests_of(self.vllm_config)
-        if requests is None:
-            return given(self, scheduler_output, *args, **kwargs)
-        rows = None if order is None else lambda: order(self)
-        with requests.step(scheduled(scheduler_output), rows) as launch, _launched(self, graphs, launch):
-            return given(self, scheduler_output, *args, **kwargs)
-
-    return execute_model
+    requests = requests_of(self.vllm_config)
+    if requests is None:
+        return given(self, scheduler_output, *args, **kwargs)
+    rows = None if order is None else lambda: order(self)
+    with requests.step(scheduled(scheduler_output), rows) as launch, _launched(self, graphs, launch):
+        return given(self, scheduler_output, *args, **kwargs)
 
 
-def _preparing(given: Any, requests_of: Callable[[VllmConfig], Requests | None]) -> Any:
-    def prepare_attn(self: Any, input_batch: Any) -> Any:
-        requests = requests_of(self.vllm_config)
-        if requests is not None:
-            requests.order(input_batch.req_ids)
-        return given(self, input_batch)
-
-    return prepare_attn
+def _preparing(requests_of: Callable[[VllmConfig], Requests | None], given: Any, self: Any, input_batch: Any) -> Any:
+    requests = requests_of(self.vllm_config)
+    if requests is not None:
+        requests.order(input_batch.req_ids)
+    return given(self, input_batch)
 
 
 @contextmanager
@@ -202,4 +186,4 @@ def scheduled(output: SchedulerOutput) -> Scheduled:
 
 KVCacheSpecRegistry._ensure_registered()  # vLLM adds its own only while there are none
 KVCacheSpecRegistry.register(EvictingSpec, EvictingManager, EvictingSpec)
-_refuse_sessions()
+replace_method(EngineCore, "preprocess_add_request", _refusing_sessions)

@@ -250,45 +250,41 @@ def hold_dense_graphs(config: VllmConfig, host_of: Callable[[VllmConfig], Engine
     return True
 
 
-def _capturing_both(host_of: Callable[[VllmConfig], EngineHost | None], given: Any) -> Any:
-    def capture(self: Any, *args: Any, **kwargs: Any) -> None:
-        host = host_of(self.vllm_config)
-        if host is None or not host.holds_dense:
-            return given(self, *args, **kwargs)
-        host.dense_graphs = False
-        setattr(self, _DENSE, {})
-        given(self, *args, **kwargs)
-        samples: list[int] | None = getattr(self, "_capture_mem_samples", None)
-        if samples is not None:  # since 0.30 vLLM takes the bytes of a few for all, of which there are twice as many
-            samples[1:] = [2 * taken if host.pays.decode.rows else taken for taken in samples[1:]]
-            return None
-        full = self._capture_descs.get(CUDAGraphMode.FULL, ())
-        chosen = [step for step in full if host.pays.decode.at(step.num_reqs) is not None]
-        before = host.decode, self.graphs, self._capture_descs
-        host.decode, self.graphs, self._capture_descs = None, {}, {CUDAGraphMode.FULL: chosen}
-        try:
-            given(self, *args, **kwargs)
-            setattr(self, _DENSE, self.graphs)
-        finally:
-            host.decode, self.graphs, self._capture_descs = before
-        host.dense_graphs = True
+def _capturing_both(
+    host_of: Callable[[VllmConfig], EngineHost | None], given: Any, self: Any, *args: Any, **kwargs: Any
+) -> None:
+    host = host_of(self.vllm_config)
+    if host is None or not host.holds_dense:
+        return given(self, *args, **kwargs)
+    host.dense_graphs = False
+    setattr(self, _DENSE, {})
+    given(self, *args, **kwargs)
+    samples: list[int] | None = getattr(self, "_capture_mem_samples", None)
+    if samples is not None:  # since 0.30 vLLM takes the bytes of a few for all, of which there are twice as many
+        samples[1:] = [2 * taken if host.pays.decode.rows else taken for taken in samples[1:]]
         return None
+    full = self._capture_descs.get(CUDAGraphMode.FULL, ())
+    chosen = [step for step in full if host.pays.decode.at(step.num_reqs) is not None]
+    before = host.decode, self.graphs, self._capture_descs
+    host.decode, self.graphs, self._capture_descs = None, {}, {CUDAGraphMode.FULL: chosen}
+    try:
+        given(self, *args, **kwargs)
+        setattr(self, _DENSE, self.graphs)
+    finally:
+        host.decode, self.graphs, self._capture_descs = before
+    host.dense_graphs = True
+    return None
 
-    return capture
 
-
-def _replaying_either(host_of: Callable[[VllmConfig], EngineHost | None], given: Any) -> Any:
-    def run_fullgraph(self: Any, step: Any) -> Any:
-        host, dense = host_of(self.vllm_config), getattr(self, _DENSE, {})
-        if host is None or not (host.dense_graphs and host.decodes_dense) or step not in dense:
-            return given(self, step)
-        graphs, self.graphs = self.graphs, dense
-        try:
-            return given(self, step)
-        finally:
-            self.graphs = graphs
-
-    return run_fullgraph
+def _replaying_either(host_of: Callable[[VllmConfig], EngineHost | None], given: Any, self: Any, step: Any) -> Any:
+    host, dense = host_of(self.vllm_config), getattr(self, _DENSE, {})
+    if host is None or not (host.dense_graphs and host.decodes_dense) or step not in dense:
+        return given(self, step)
+    graphs, self.graphs = self.graphs, dense
+    try:
+        return given(self, step)
+    finally:
+        self.graphs = graphs
 
 
 def register() -> None:
@@ -317,25 +313,26 @@ def _is_ours(place: AttentionBackendEnum) -> bool:
 _REPLACED = "sparsekv_given"  # what a method that was replaced by ours was, on ours
 
 
-def replace_method(owner: Any, name: str, replacement: Callable[[Any], Any]) -> None:
-    """A class of vLLM runs `replacement(method)` in place of a method: once in a process, whatever engines it has."""
+def replace_method(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """A class of vLLM runs `replacement(method, self, ...)` in place of a method: once in a process, whatever engines
+    it has."""
     given = getattr(owner, name)
     if not hasattr(given, _REPLACED):
-        ours = wraps(given)(replacement(given))
+
+        @wraps(given)
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            return replacement(given, *args, **kwargs)
+
         setattr(ours, _REPLACED, given)
         setattr(owner, name, ours)
 
 
-def _asking_for_drafts(given: Any) -> Any:
+def _asking_for_drafts(given: Any, self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
     """Nothing of vLLM lets a plugin choose a drafter."""
-
-    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-        ask_for_drafts(self)
-        config: VllmConfig = given(self, *args, **kwargs)
-        say_unused(config)
-        return config
-
-    return create_engine_config
+    ask_for_drafts(self)
+    config: VllmConfig = given(self, *args, **kwargs)
+    say_unused(config)
+    return config
 
 
 def worker_class() -> Any:

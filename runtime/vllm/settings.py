@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +25,6 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.pays import Pays, parse
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.engine_plan import agreed_plan
 from sparsekv.runtime.hub import plan_beside
 from sparsekv.runtime.plan_checks import Host, segments_of
 
@@ -193,14 +191,6 @@ def plan_path(options: EngineOptions, model: str, revision: str | None) -> Path 
     return path
 
 
-def plan_of(
-    options: EngineOptions, model: str, revision: str | None, gather: Callable[[bytes], Sequence[bytes]]
-) -> Path | None:
-    """The plan file of an engine, the same one on all of its tensor-parallel ranks, which come here at the same time
-    and give their bytes to `gather`: else they would wait for each other."""
-    return agreed_plan(partial(plan_path, options, model, revision), gather)
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -258,10 +248,8 @@ def _wrong(facts: EngineFacts, plan: Plan) -> dict[str, object]:
     """Everything that would run, and wrong."""
     evicts = f", where layers {format_ids(plan.evicting)} evict tokens" if plan.evicting else ""
     segments = segments_of(plan)
-    names, none = (
-        ", ".join(connector.name for connector in facts.connectors),
-        json.dumps(dict.fromkeys(facts.modalities, 0)),
-    )
+    names = ", ".join(connector.name for connector in facts.connectors)
+    none = json.dumps(dict.fromkeys(facts.modalities, 0))
     return {
         **_parted(facts, segments),
         f"speculative decoding ({facts.speculative}){evicts or ' over pipeline stages'}: remove "
