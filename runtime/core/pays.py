@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 from sparsekv.plans.brief import DRAFTS, tokens_a_cycle
 from sparsekv.plans.errors import UsageError
@@ -67,7 +66,7 @@ class Thresholds:
         return own if self.behind is None else f"{own}:{format_length(self.until)}/{self.behind}"
 
 
-EVERYWHERE = Thresholds((1,), (0,))
+EVERYWHERE, NOWHERE = Thresholds((1,), (0,)), Thresholds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +97,11 @@ class Pays:
 
 
 def _chunks(thresholds: Thresholds) -> str:
-    own = thresholds.said(lambda rows, tokens: f"{_about(tokens)} in chunks of {rows} rows or more", ", ")
+    said = thresholds.said(lambda rows, tokens: f"{_about(tokens)} in chunks of {rows} rows or more", ", ")
     if thresholds.behind is None:
-        return own
-    return f"{own}, beyond {_about(thresholds.until)} from {_chunks(thresholds.behind) or 'no length'}"
+        return said
+    parts = f"{said} to {_about(thresholds.until)}" if said else "", _chunks(thresholds.behind)
+    return ", from ".join(part for part in parts if part)
 
 
 def _times(thresholds: Thresholds) -> str:
@@ -113,7 +113,7 @@ def _about(tokens: int) -> str:
 
 
 ALWAYS = Pays()
-NEVER = Pays(Thresholds(), Thresholds())
+NEVER = Pays(NOWHERE, NOWHERE)
 
 _RULE = re.compile(r"prefill=(\S+) decode=(\S+)(?: mixed=(\S+))?")
 
@@ -139,13 +139,18 @@ def parse(text: str) -> Pays:
 
 
 def _thresholds(text: str) -> Thresholds:
-    text, *others = text.split("/", 1)
-    if others:
-        text, _, until = text.partition(":")
-        behind, end = _thresholds(others[0]), parse_length(until)
-        if behind.behind is not None and behind.until <= end:
+    *parts, last = text.split("/")
+    thresholds = _of_pairs(last)
+    for part in reversed(parts):
+        pairs, _, end = part.partition(":")
+        before, until = _of_pairs(pairs), parse_length(end)
+        if before.tokens[:1] > (until,) or (thresholds.behind is not None and until >= thresholds.until):
             raise ValueError
-        return replace(_thresholds(text), until=end, behind=behind)
+        thresholds = replace(before, until=until, behind=thresholds)
+    return thresholds
+
+
+def _of_pairs(text: str) -> Thresholds:
     if text == "never":
         return Thresholds()
     pairs = [part.split("x") for part in text.split(",")]
@@ -166,20 +171,56 @@ def contexts(shortest: int, longest: int) -> tuple[int, ...]:
 
 
 def measure_each(
-    sizes: Sequence[int], lengths: Sequence[int], gain: Gain, *, bounds: Sequence[int], **others: Any
+    sizes: Sequence[int],
+    lengths: Sequence[int],
+    gain: Gain,
+    *,
+    bounds: Sequence[int],
+    margin: float = 1.0,
+    until: Clock | None = None,
+    hint: Thresholds = EVERYWHERE,
 ) -> Thresholds:
-    """Finds the thresholds of every bucket by itself, where sparse gains most first: those of the longest contexts.
-    Arguments as in `measure`."""
-    found, begin = Thresholds(), 0
-    buckets = [(bucket, tuple(own)) for bucket, own in groupby(lengths, partial(bisect_left, bounds))]
-    for bucket, of_bucket in reversed(buckets):
-        own = measure(sizes, of_bucket, gain, **others)
-        if own.rows and begin and (own.rows[:1], (begin,)) != (found.rows, found.tokens):
-            found = replace(own, until=bounds[bucket], behind=found)
-        elif own.rows:  # with which the next bucket goes on
-            found = replace(found, rows=own.rows, tokens=own.tokens)
-        begin = of_bucket[0]
-    return found
+    """Finds the thresholds of every bucket by itself, short contexts first; arguments as in `measure`. A bucket that
+    cannot be measured, or for which too little time is left, goes on with those of the one before it."""
+    left, gains, unknown = [math.inf], list[float](), True
+
+    def clock() -> float:
+        left.append(math.inf if until is None else until())
+        return left[-1]
+
+    def timed(rows: int, length: int) -> float:
+        gains.append(gain(rows, length))
+        return gains[-1]
+
+    parts: list[tuple[int, Thresholds, int]] = []  # the first context and the last of each
+    for bucket, of_bucket in groupby(lengths, partial(bisect_left, bounds)):
+        contexts_of, gains[:] = tuple(of_bucket), []
+        end = bounds[bucket] if bucket < len(bounds) else contexts_of[-1]
+        part = measure(sizes, contexts_of, timed, margin=margin, until=clock, hint=NOWHERE)
+        unmeasured = all(map(math.isnan, gains))
+        if parts and (left[-1] <= 0 or unmeasured):
+            parts[-1] = (*parts[-1][:2], end)
+        else:
+            parts.append((contexts_of[0], part, end))
+        unknown = unknown and unmeasured and left[-1] > 0
+    if unknown:
+        return _descending((size, context) for size in sorted(sizes) if (context := hint.at(size)) is not None)
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[tuple[int, Thresholds, int]]) -> Thresholds:
+    """One set for buckets of which the later ones are sparse from their first context on."""
+    begin, joined = math.inf, NOWHERE
+    for first, part, end in reversed(parts):
+        goes_on = begin < math.inf and (joined.rows, joined.tokens) == (part.rows[:1], (begin,))
+        if begin == math.inf:
+            joined = part
+        elif goes_on:
+            joined = replace(joined, rows=part.rows, tokens=part.tokens)
+        elif part.rows:
+            joined = replace(part, until=end, behind=joined)
+        begin = first
+    return joined
 
 
 def measure(
@@ -235,12 +276,12 @@ def measure(
                 confirms = length in begins or length == thresholds[size]  # which a larger step may have moved
                 if confirms and length >= max(size, thresholds[size]) and timed(size, length) < margin:
                     behind = [longer for longer in lengths if longer > length]
-                    first = _first(behind, partial(timed, size), margin) or _NOWHERE
+                    first = _first(behind, partial(timed, size), margin) or _ENDLESS
                     thresholds |= {rows: max(first, now) for rows, now in thresholds.items() if rows <= size}
-    return _descending((size, first) for size, first in reversed(thresholds.items()) if first != _NOWHERE)
+    return _descending((size, first) for size, first in reversed(thresholds.items()) if first != _ENDLESS)
 
 
-_NOWHERE = 1 << 62
+_ENDLESS = 1 << 62
 
 
 class _LateError(Exception):

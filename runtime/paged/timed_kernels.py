@@ -33,7 +33,7 @@ Made = TypeVar("Made")
 
 _SECONDS = 5.0
 _SHORT = 128  # tokens: nothing chooses among so few
-_MOST_TEXT = 1024  # bytes of a rule
+_MOST_TEXT = 1 << 14  # bytes of a rule; one that is longer is measured anew
 _FINITE = 0x7F  # bytes below it are numbers in e4m3
 _MOST_BYTES = 1 << 31  # of pages, many times a device's cache; more rows share them in another order
 
@@ -280,7 +280,8 @@ def measured_rule(host: PlanHost, device: torch.device, size: int, scales: Scale
 def _on_ranks(host: PlanHost, file: RuleFile, measure: Callable[[], tuple[Pays, bool]]) -> tuple[Pays, bool]:
     """The first rank's file decides. All ranks measure together: a lock would keep them from each other."""
     known = file.read()
-    own = ("" if known is None else str(known)).encode().ljust(_MOST_TEXT)
+    own = ("" if known is None else str(known)).encode()
+    own = (own if len(own) <= _MOST_TEXT else b"").ljust(_MOST_TEXT)
     text = host.engine.gather_bytes(own)[0].decode().strip()
     if text:
         return parse(text), False

@@ -131,6 +131,49 @@ def test_chunks_are_sparse_where_that_is_faster_in_each_bucket(seed):
             assert rule.pays(size, tokens) == is_faster(size, tokens)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_a_bucket_that_cannot_be_measured_goes_on_with_the_one_before_it(seed):
+    """The first, without one before it, is dense; where none can be measured the hint says."""
+    source = random.Random(seed)
+    bounds = (8192, 32768)
+    within = [[n for n in LENGTHS if sum(n > bound for bound in bounds) == bucket] for bucket in range(3)]
+    from_B = [source.choice((0, 1 << 20, math.nan, *lengths)) for lengths in within]
+    hint = Thresholds((100,), (source.choice(LENGTHS),))
+
+    def gain(rows, tokens):
+        first = from_B[sum(tokens > bound for bound in bounds)]
+        return math.nan if math.isnan(first) else 2.0 if tokens >= first else 0.5
+
+    rule = measure_each((512,), LENGTHS, gain, bounds=bounds, hint=hint)
+    if all(map(math.isnan, from_B)):
+        assert rule == Thresholds((512,), hint.tokens)
+        return
+    wanted = []
+    for tokens in LENGTHS:
+        bucket = sum(tokens > bound for bound in bounds)
+        known = [first for first in from_B[: bucket + 1] if not math.isnan(first)]
+        wanted.append(bool(known) and tokens >= known[-1])
+    assert [rule.pays(512, tokens) for tokens in LENGTHS] == wanted
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_where_time_runs_out_the_buckets_to_come_go_on_with_the_last_that_was_measured(seed):
+    source, asked = random.Random(seed), []
+    bounds, most = (8192, 32768), source.randrange(1, 30)
+
+    def gain(rows, tokens):
+        asked.append((rows, tokens))
+        return gain_of(rows, tokens)
+
+    whole = measure_each(SIZES, LENGTHS, gain_of, bounds=bounds)
+    rule = measure_each(SIZES, LENGTHS, gain, bounds=bounds, until=lambda: most - len(asked))
+    assert len(asked) <= most
+    for size in SIZES:
+        if rule.at(size) is not None:  # a larger context gains more: each is sparse from there on, or from earlier
+            assert all(rule.pays(size, tokens) for tokens in LENGTHS if tokens >= rule.at(size))
+            assert all(whole.pays(size, tokens) for tokens in LENGTHS if tokens >= max(size, rule.at(size)))
+
+
 def test_one_threshold_stands_for_buckets_that_go_on_from_it():
     rule = measure_each((512,), LENGTHS, lambda rows, tokens: tokens >= LENGTHS[3], bounds=(LENGTHS[5], LENGTHS[8]))
     assert rule == Thresholds((512,), (LENGTHS[3],))
@@ -191,7 +234,8 @@ def test_a_rule_is_read_as_it_was_written(prefill, decode, mixed):
 @pytest.mark.parametrize(
     "text", ["", "sometimes", "prefill=8kx1", "prefill=8k decode=never", "prefill=8kx4,9kx8 decode=never",
              "prefill=8kx4,7kx2 decode=never", "prefill=-1x4 decode=never", "prefill=8kx4:16k decode=never",
-             "prefill=8kx4/20kx8 decode=never", "prefill=8kx4:16k/9kx4:12k/20kx4 decode=never",
+             "prefill=8kx4/20kx8 decode=never", "prefill=23kx512:16k/never decode=never",
+             "prefill=8kx4:16k/9kx4:12k/20kx4 decode=never",
              "prefill=never decode=8kx4:16k/20kx8"],
 )  # fmt: skip
 def test_a_rule_of_another_form_is_refused(text):
@@ -232,6 +276,9 @@ def test_always_and_never_are_words():
         "sparse prefill from 18k tokens in chunks of 512 rows or more; decode is dense at every length"
     )
     assert parse("prefill=11kx512:16k/23kx8k decode=never").told.startswith(
-        "sparse prefill from 11k tokens in chunks of 512 rows or more, "
-        "beyond 16k tokens from 23k tokens in chunks of 8192 rows or more; "
+        "sparse prefill from 11k tokens in chunks of 512 rows or more to 16k tokens, "
+        "from 23k tokens in chunks of 8192 rows or more; "
     )
+    unlike = "prefill=never:8k/11kx512:16k/never decode=never"
+    assert parse(unlike).told.startswith("sparse prefill from 11k tokens in chunks of 512 rows or more to 16k tokens; ")
+    assert parse("prefill=never:8k/never decode=never").told.startswith("prefill is dense at every length; ")
