@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
 from sparsekv.kernels.topk import blocks
+from sparsekv.plans.errors import ShapeError
 
 # Elements and rows of a block's mask.
 MASK_ELEMENTS = 1 << 24
@@ -44,7 +45,13 @@ def dense_attention(
     scale: float,
     window: int | None = None,
 ) -> AttentionOutput:
-    """As `prefill_attention` over every key (of the window), without log-sum-exp. Nothing is checked: it takes time."""
+    """As `prefill_attention` over every key (of the window), without log-sum-exp. Little is checked: it takes time.
+
+    Raises:
+        ShapeError: the chunk has more keys than k.
+    """
+    if chunk.longest > k_BGKD.shape[2]:
+        raise ShapeError(f"the chunk's longest row has {chunk.longest} keys, k holds {k_BGKD.shape[2]}")
     past, length = chunk.past[0], chunk.lengths[0]
     if window is not None and window >= chunk.longest:
         window = None

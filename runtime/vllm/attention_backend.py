@@ -281,12 +281,10 @@ class SparseBuilder(_Builder):
         """The rows of a step that the layers compute; None where all of it is vLLM's."""
         captures = vllm.platform.captures and evicted is None
         tokens = decoded_dense(host, common, self._graph_rows) if captures else None
-        if tokens is not None and self._counts:
-            host.counters.decode_dense += 0 if host.decode is None else tokens
-            host.decodes_dense = True
         if tokens is not None and common.max_query_len <= 1:
             if self._counts:
-                host.report(False)
+                host.report(False)  # of the steps before: the layers of this one have not run yet
+                host.count_decoded(tokens)
             return None
         starts, lengths, unfinished = requests_of(common)
         # Captured graphs do not tell a prompt's row from a decoded one or drafts: it goes with those, and is dense.
@@ -296,7 +294,9 @@ class SparseBuilder(_Builder):
         prompts = () if evicted is None else evicted.prompts
         decoding = decode_rows(starts, prefill)
         if self._counts:
-            host.report(bool(prefill))  # of the steps before: the layers of this one have not run yet
+            host.report(bool(prefill))  # as above
+            if tokens is not None:
+                host.count_decoded(tokens)
         paying = host.paying(prefill, self._counts)
         if evicted is not None:  # lines and tiles mean nothing over keys of which some were evicted
             prefill = tuple(rows for rows in prefill if not evicted.shortened[rows.request])

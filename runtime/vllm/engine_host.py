@@ -46,6 +46,11 @@ class EngineHost(PlanHost):
         gaps = (1e6 * (begun - ended) for (_, ended), (begun, _) in pairwise(self.passed))
         return min(_MOST_PROGRAM_US, min(gaps, default=0.0))
 
+    def count_decoded(self, tokens: int) -> None:
+        """Of a step in which nothing chooses."""
+        self.counters.decode_dense += 0 if self.decode is None else tokens
+        self.decodes_dense = True
+
     def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor, softmax: Softmax, scale: float) -> None:
         """See `PlanHost`. An evicting layer also chooses."""
         if (rule := layer.role.evicts) is not None and self.evicting:

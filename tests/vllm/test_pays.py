@@ -28,7 +28,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.paged import timed_kernels
 from sparsekv.runtime.paged.step_rows import DecodeRows
 from sparsekv.runtime.paged.timed_kernels import EngineLayers
-from sparsekv.runtime.vllm import engine_host, internals
+from sparsekv.runtime.vllm import attention_backend, engine_host, internals
 from sparsekv.runtime.vllm.devices import OnCpu
 from sparsekv.runtime.vllm.engine_host import serving_stats
 from sparsekv.runtime.vllm.settings import read_options
@@ -54,6 +54,28 @@ def test_where_nothing_pays_all_steps_are_dense(engine: Any, host: Any, dense: O
     assert host.decodes_dense
     assert (stats.prefill_density, stats.sparse_tokens, stats.decode_sparse) == (1.0, 0, 0)
     assert stats.decode_dense == len(asked) * (NEW - 1)
+
+
+def test_a_report_tells_no_token_of_the_step_that_begins(
+    engine: Any, host: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens alone, and beside a prompt."""
+    begun, given, told = [], attention_backend.decoded_dense, set()
+
+    def decoded_dense(*of: Any) -> int | None:
+        begun[:] = host.counters.read().decode_dense, given(*of)
+        return begun[1]
+
+    def report(prefilling: bool) -> None:
+        assert host.counters.read().decode_dense == begun[0]
+        told.add((prefilling, bool(begun[1])))
+
+    host.pays = NEVER
+    monkeypatch.setattr(OnCpu, "captures", True)
+    monkeypatch.setattr(attention_backend, "decoded_dense", decoded_dense)
+    monkeypatch.setattr(host, "report", report)
+    generate(engine, [prompts[200], prompts[1100]])
+    assert told >= {(True, True), (False, True)}
 
 
 class Operators(TorchDispatchMode):
@@ -86,8 +108,10 @@ def test_steps_that_are_dense_are_vllms_own_but_for_a_call_a_layer(
             assert llm.reset_prefix_cache()
             with Operators() as seen[llm]:
                 sys.setprofile(seen[llm].called)
-                generate(llm, [prompts[200], prompts[1100]])
-                sys.setprofile(None)
+                try:
+                    generate(llm, [prompts[200], prompts[1100]])
+                finally:
+                    sys.setprofile(None)
     layers, steps = len(host.program.layers), seen[engine].calls["SparseBuilder.build"]
     more = seen[engine].counts - seen[plain].counts
     reads = ("resolve_conj.default", "resolve_neg.default", "detach.default", "to.dtype_layout")  # on the host

@@ -1,17 +1,24 @@
 """Dense attention by torch's kernels: every way it is called gives causal attention over the right keys."""
 
+import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from attention_cases import Case, Problem, assert_close, draw
+from plans_samples import model_info
 
-from sparsekv.kernels.backends import dense_prefill
+from sparsekv.kernels.backends import Fallback, dense_prefill
+from sparsekv.kernels.decode.cpu import decode
+from sparsekv.kernels.keys import full_view
 from sparsekv.kernels.prefill import dense
 from sparsekv.kernels.prefill import triton as triton_prefill
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import ShapeError
+from sparsekv.runtime.core.prefill import prefill
+from sparsekv.runtime.core.program import Program
 
 CASES = [
     Case("whole prompt", lengths=(150,), heads=4, kv_heads=2),
@@ -104,3 +111,22 @@ def test_chunk_longer_than_the_keys_is_refused() -> None:
     q_BHSD, k_BGKD = torch.zeros(1, 2, 8, 64), torch.zeros(1, 1, 8, 64)
     with pytest.raises(ShapeError, match="longest row has 9 keys, k holds 8"):
         dense_prefill(q_BHSD, k_BGKD, k_BGKD, Chunk((1,), (9,)), scale=1.0, backend="cpu")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_chunk_with_more_keys_than_there_are_is_refused(seed: int) -> None:
+    """Of one length or of several; by the hosts' prefill, and decode of several tokens, too."""
+    source = random.Random(seed)
+    held, rows = source.randrange(2, 40), source.choice([1, 2])
+    longest, new = held + source.randrange(1, 9), source.randrange(2, held + 1)
+    chunk = Chunk((longest - new,) * rows, (longest, source.choice([longest, longest - 1]))[:rows])
+    q_BHSD, k_BGSD = torch.randn(rows, 4, new, 8), torch.randn(rows, 2, held, 8)
+    layer = Program.of(None, None, model_info(1, 4, 2)).layers[0]
+    view = replace(full_view(k_BGSD, k_BGSD), lengths_B=torch.tensor([longest] * rows, dtype=torch.int32))
+    for attend in (
+        partial(dense_attention, q_BHSD, k_BGSD, k_BGSD, chunk, scale=0.1),
+        partial(prefill, layer, q_BHSD, view, chunk, scale=0.1, fallback=Fallback("cpu")),
+        partial(decode, q_BHSD, view, None, scale=0.1),
+    ):
+        with pytest.raises(ShapeError, match=rf"{longest} .* {held}$"):
+            attend()

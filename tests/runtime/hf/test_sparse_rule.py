@@ -307,10 +307,15 @@ def test_a_phase_that_takes_all_the_time_leaves_some_to_the_others(model, monkey
 
 def test_the_first_context_of_every_bucket_is_one_to_choose_from(model, monkeypatch):
     chosen = []
+
+    def measure_each(rows, lengths, gain, *, bounds, **how):
+        chosen.append((lengths, bounds))
+        return Thresholds()
+
     monkeypatch.setattr(timed_layers, "measure", lambda *_, **how: Thresholds())
-    monkeypatch.setattr(timed_layers, "measure_each", lambda rows, lengths, *_, **how: chosen.append(lengths))
+    monkeypatch.setattr(timed_layers, "measure_each", measure_each)
     work_on(model, None, None, sparse_up_to=600).rule(60.0)
-    assert chosen[0] == [201, 256, 363, 512, 601, 725, 1024]
+    assert chosen == [([201, 256, 363, 512, 601, 725, 1024], (200, 600))]
 
 
 def test_decode_is_timed_only_where_a_layer_chooses(model):
