@@ -25,15 +25,7 @@ from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.evaluation import EvalSamples, PlanMode, opened
 from sparsekv.planner.evaluation.batches import dense_step, step_of
 from sparsekv.planner.evaluation.given import GivenSamples, HeldOut, samples_of
-from sparsekv.planner.fixed_test import (
-    LONG,
-    SIZES,
-    TURNS,
-    FixedTest,
-    Sizes,
-    divergence_bounds,
-    level_of_run,
-)
+from sparsekv.planner.fixed_test import LONG, SIZES, TURNS, FixedTest, Sizes, divergence_bounds, level_of_run
 from sparsekv.planner.options import (
     GivenPrompt,
     PlanArguments,

@@ -52,12 +52,7 @@ _HALF = (
 _FLOAT32 = ((128, ColumnLaunch(32, 32, 4, 1)), (256, ColumnLaunch(16, 32, 4, 1)))
 
 
-def add_columns(
-    out_BHSD: torch.Tensor,
-    lse_BHS: torch.Tensor,
-    call: PrefillCall,
-    index: TileIndex,
-) -> None:
+def add_columns(out_BHSD: torch.Tensor, lse_BHS: torch.Tensor, call: PrefillCall, index: TileIndex) -> None:
     """Makes attention over the tiles into attention over tiles and live columns, in place.
 
     Args:

@@ -13,17 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sparsekv.planner.tasks import (
-    HARD_TASKS,
-    QUOTE_TASKS,
-    TASKS,
-    Kit,
-    Sample,
-    Split,
-    TaskError,
-    make_sample,
-    prepare,
-)
+from sparsekv.planner.tasks import HARD_TASKS, QUOTE_TASKS, TASKS, Kit, Sample, Split, TaskError, make_sample, prepare
 from sparsekv.planner.tasks.text import Ids
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.plans.types import format_length

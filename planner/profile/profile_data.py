@@ -16,16 +16,7 @@ from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo, same_architecture
 from sparsekv.plans.patterns import Budget, Pattern, TileShape
 from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import BackendName, DtypeName
-from sparsekv.plans.types import (
-    Digest,
-    Index,
-    Natural,
-    Part,
-    Positive,
-    Text,
-    format_length,
-    rounded,
-)
+from sparsekv.plans.types import Digest, Index, Natural, Part, Positive, Text, format_length, rounded
 
 # Bounds that nothing measured comes near: what is computed from a file stays finite, and takes seconds.
 MAX_MEASURED = 1e12

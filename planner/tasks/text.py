@@ -68,12 +68,7 @@ class PieceEncoder:
         encode_lines: whole lines of text to token ids, not remembered.
     """
 
-    def __init__(
-        self,
-        encode_batch: EncodeBatch,
-        bos_ids: Sequence[int] = (),
-        decode: Decode | None = None,
-    ) -> None:
+    def __init__(self, encode_batch: EncodeBatch, bos_ids: Sequence[int] = (), decode: Decode | None = None) -> None:
         self.bos_ids = tuple(bos_ids)
         self._decode = decode
         self.encode_lines = encode_batch if _is_concatenative(encode_batch) else _anchored(encode_batch)

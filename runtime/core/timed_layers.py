@@ -133,6 +133,8 @@ _OWN_SHARE = 0.2  # of it, for each, however long the last measurement before to
 BUSY = 2.0  # times as long as launches in a warm-up takes a step the program, beside what else the host runs
 _PRODUCTS = 12  # of a layer, each of E by F weights: 4 of attention, 8 of a gated feed-forward layer of 8/3 E
 
+ANY = 1 << 62
+
 HeadShares = tuple[float, float]
 """Whole tiles and single columns of a head, as shares of its causal tiles."""
 
@@ -157,17 +159,22 @@ class Place:
     step: int  # most rows of a chunk
     rows: int  # most rows of a decode step
     computed: Mapping[int, tuple[LayerCounts, ...]]  # of calibration prompts by length, where the plan tells them
+    tokens: int = ANY  # that all rows of a step have together at most
 
     @property
     def key(self) -> dict[str, str | int]:
         computed = content_digest({str(length): list(map(to_data, has)) for length, has in self.computed.items()})
-        return {"plan": self.plan, "longest": self.longest, "step": self.step, "rows": self.rows, "computed": computed}
+        sizes = {"longest": self.longest, "step": self.step, "rows": self.rows, "tokens": self.tokens}
+        return {"plan": self.plan, "computed": computed, **sizes}
 
     @classmethod
-    def of(cls, plan: Plan, longest: int, step: int, rows: int) -> Place:
+    def of(cls, plan: Plan, longest: int, step: int, rows: int, tokens: int = ANY) -> Place:
+        """Tokens are rounded down: an engine finds a little more or less memory at each start."""
         predicted = plan.cost.lengths if plan.cost else ()
         computed = {entry.length: entry.computed for entry in predicted if entry.computed}
-        return cls(executed_digest(plan), longest, min(step, longest), rows, computed)
+        low = max(0, tokens.bit_length() - 3)
+        room = max(longest, tokens >> low << low)
+        return cls(executed_digest(plan), longest, min(step, longest), rows, computed, room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +232,22 @@ class TimedLayers(ABC):
             gain = partial(self.prefill_gain, self.program.layers[layer.layer])
             prefill = thresholds(rows, lengths, gain, hint=self.program.hint.prefill)
         if self.program.sparse:
-            thresholds = partial(measure, *self._decode_sizes, bounds=self.program.decode_bounds, margin=_MARGIN)
-            decode = thresholds(gain=self.decode_gain, until=until(_DECODE_SHARE))
+            decode = self._decode_thresholds(self.decode_gain, until(_DECODE_SHARE))
             if self.mixes:  # mostly from times that are known
-                mixed = thresholds(gain=self.mixed_gain, until=until(1.0))
+                mixed = self._decode_thresholds(self.mixed_gain, until(1.0))
         return Pays(prefill, decode, mixed), reached
+
+    def _decode_thresholds(self, gain: Gain, until: Clock) -> Thresholds:
+        """As `measure` finds them, of contexts that so many rows can have: longer ones are never timed, and end the
+        search of a size alone, not of smaller ones."""
+        tokens = self.place.tokens
+
+        def timed(rows: int, length: int) -> float:
+            return gain(rows, length) if rows * length <= tokens else math.inf
+
+        found = measure(*self._decode_sizes, timed, bounds=self.program.decode_bounds, margin=_MARGIN, until=until)
+        reached = [(rows, at) for rows, at in zip(found.rows, found.tokens, strict=True) if rows * at <= tokens]
+        return Thresholds(tuple(rows for rows, _ in reached), tuple(at for _, at in reached))
 
     def compile(self) -> None:
         """Runs every size at a short, a middle and the longest context."""
@@ -273,9 +291,10 @@ class TimedLayers(ABC):
     def _decode_sizes(self) -> tuple[list[int], list[int]]:
         """Rows of steps, and contexts at which a layer may choose."""
         segments, longest, begins = self.program.segments, self.place.longest, self.program.decodes_from
-        rows = [rows for rows in (*_DECODE_ROWS, self.place.rows) if rows <= self.place.rows]
-        lengths = {*contexts(begins[0], longest), *(n for n in begins if n <= longest), longest}
-        return rows, sorted(n for n in lengths if not segments or any(part.count(n) != ALL for part in segments))
+        every = {*contexts(begins[0], longest), *(n for n in begins if n <= longest), longest}
+        lengths = sorted(n for n in every if not segments or any(part.count(n) != ALL for part in segments))
+        most = min(self.place.rows, self.place.tokens // min(lengths, default=1))
+        return [rows for rows in (*_DECODE_ROWS, most) if rows <= most], lengths
 
     def alike(
         self, layer: LayerProgram, q_BHTD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, scale: float
@@ -372,7 +391,7 @@ def _scaled(pattern: Pattern, length: int, wanted: HeadShares, computed: HeadSha
 _LONGEST_WAIT = 60.0  # seconds for another engine's measurement
 _MAX_BYTES = 1 << 16
 
-_FORM = 7  # of a rule and of what is timed for it
+_FORM = 8  # of a rule and of what is timed for it
 _KERNEL_PACKAGES = ("triton", "flash-attn-4")
 
 RuleKey = Mapping[str, str | int]

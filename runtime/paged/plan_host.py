@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ class PlanHost:
     model: str  # fingerprint of its architecture
     place: Place
     holds_dense = False  # whether decode steps are captured a second time, without our kernels
+    kernel: Mapping[str, int] = MappingProxyType({})  # settings of the engine's kernel, for its `attention`
     program_us = 0.0  # microseconds of the engine's program from the attention of one layer to that of the next
 
     def __init__(self, program: Program, backend: str, scratch: Scratch, longest: int, drafted: int = 0) -> None:

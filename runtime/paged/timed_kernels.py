@@ -135,7 +135,8 @@ class EngineLayers(TimedLayers):
             self.costs[rows] = 0.0
         elif rows not in self.costs:
             short, idle = self._step_us(rows, min(_SHORT, length), None)
-            dense, sparse = self._step_us(rows, self._decode_sizes[1][-1], 0)
+            longest = max(at for at in self._decode_sizes[1] if rows * at <= self.place.tokens)
+            dense, sparse = self._step_us(rows, longest, 0)
             least = max(0.0, idle - short)
             self.costs[rows] = least if dense - sparse > least else None
         cost = self.costs[rows]
@@ -209,12 +210,12 @@ class EngineLayers(TimedLayers):
         pages, q_RHD = self._on_all_ranks(
             lambda: (self._pages(rows, length, layer.kv_heads), self._queries(verified, layer.heads))
         )
-        out_RHD = torch.empty_like(q_RHD)
+        out_RHD, lengths = torch.empty_like(q_RHD), [length] * rows
         whole = captured and self.host.holds_dense
         step = self._begin(pages, rows, length, least, whole)()
 
         def sparse(layer: LayerProgram) -> Launch:
-            rest = None if whole else self.dense(q_RHD, pages, step.left(layer).tolist(), out_RHD)
+            rest = None if whole else self.dense(q_RHD, pages, lengths, out_RHD, step.left(layer))
 
             def launch() -> None:
                 if rest is not None:
@@ -223,7 +224,7 @@ class EngineLayers(TimedLayers):
 
             return launch
 
-        return [self.dense(q_RHD, pages, [length] * rows, out_RHD), *map(sparse, kinds)]
+        return [self.dense(q_RHD, pages, lengths, out_RHD), *map(sparse, kinds)]
 
     def _begin(self, pages: Pages, rows: int, length: int, least: int | None, whole: bool) -> Callable[[], DecodeRows]:
         assert self.host.decode is not None
@@ -234,13 +235,17 @@ class EngineLayers(TimedLayers):
         table_BP = pages.table_BP
         return partial(self.host.decode.begin, lengths_B, (), table_BP, None, least, starts_X, rows * queries, whole)
 
-    def dense(self, q_THD: torch.Tensor, pages: Pages, lengths: Sequence[int], out_THD: torch.Tensor) -> Launch:
+    def dense(
+        self, q_THD: torch.Tensor, pages: Pages, lengths: Sequence[int], out_THD: torch.Tensor, left_B: Any = None
+    ) -> Launch:
+        """With `left_B`, int32 lengths, of the requests that are left, by the schedule of all, as in `of_lengths`."""
         scales, scale = self.scales, self.size**-0.5
         if scales is not None and q_THD.is_cuda:
             scales = replace(scales, q_G=torch.ones_like(scales.k_G))
             q_THD = q_THD.to(FLOAT8)
+        by = out_THD, scales, self.softmax, left_B
         launch: Launch = self.host.engine.platform.attention(
-            q_THD, pages.cache, pages.table_BP, lengths, scale, out_THD, scales, self.softmax
+            q_THD, pages.cache, pages.table_BP, lengths, scale, *by, **self.host.kernel
         )
         return launch
 
@@ -267,7 +272,7 @@ def measured_rule(host: PlanHost, device: torch.device, size: int, scales: Scale
     key = rule_key(
         device, device_name(device), layers.dtype, host.backend, scales is not None, host.model,
         page=host.engine.platform.page, ranks=layers.ranks, engine=host.engine.release, queries=host.queries,
-        graphs=host.captured is not None, both=host.holds_dense, **place.key,
+        graphs=host.captured is not None, both=host.holds_dense, **place.key, **host.kernel,
     )  # fmt: skip
     file, measure = RuleFile(key, cache_folder()), partial(layers.rule, _SECONDS)
     rule, is_new = file.read_or(measure) if layers.ranks == 1 else _on_ranks(host, file, measure)

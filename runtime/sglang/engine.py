@@ -109,6 +109,8 @@ def _started(path: Path, backend: Any, runner: Any) -> ServedPlan:
         longest=model.context_len,
         step=settings.chunked_prefill_size if settings.chunked_prefill_size > 0 else model.context_len,
         rows=runner.req_to_token_pool.size,
+        captured=max(settings.cuda_graph_config.decode.bs or (), default=None),
+        tokens=runner.max_total_num_tokens,
         rank=Rank(parallel.attn_tp_rank, parallel.attn_tp_size),
         page=runner.page_size,
         graphs=runner.device == "cuda",

@@ -85,9 +85,11 @@ class OnCuda:
     def attention(
         backend: Any, q_THD: torch.Tensor, cache: torch.Tensor, table_BP: torch.Tensor, lengths: Sequence[int],
         scale: float, out_THD: torch.Tensor, scales: Scales | None = None, softmax: Softmax = PLAIN,
+        left_B: torch.Tensor | None = None,
     ) -> Callable[[], Any]:  # fmt: skip
         """A launch of SGLang's kernel, causal, of the last rows of requests, over a layer's keys and values in pages,
-        [2, N, S, G, D]; into memory of its own. Decode has its schedule, which SGLang makes once a step."""
+        [2, N, S, G, D]; into memory of its own. Decode has its schedule, which SGLang makes once a step: of all
+        `lengths`, as in `of_lengths`, where it attends to `left_B` alone."""
         like: Any = {"dtype": torch.int32, "device": q_THD.device}
         rows, by = len(q_THD) // len(lengths), dict[str, torch.Tensor | None]()
         if scales is not None:
@@ -99,8 +101,9 @@ class OnCuda:
             by["scheduler_metadata"] = schedule(len(lengths), max(*lengths, 1), lengths_B, starts)
         return partial(
             backend.flash_attn_with_kvcache, q=q_THD, k_cache=cache[0], v_cache=cache[1], page_table=table_BP,
-            cache_seqlens=lengths_B, cu_seqlens_q=starts, max_seqlen_q=rows, softmax_scale=scale, causal=True,
-            softcap=softmax.cap, sinks=softmax.sinks_H, num_splits=backend.num_splits, ver=backend.fa_impl_ver, **by,
+            cache_seqlens=lengths_B if left_B is None else left_B, cu_seqlens_q=starts, max_seqlen_q=rows,
+            softmax_scale=scale, causal=True, softcap=softmax.cap, sinks=softmax.sinks_H,
+            num_splits=backend.num_splits, ver=backend.fa_impl_ver, **by,
         )  # fmt: skip
 
 

@@ -65,11 +65,7 @@ class HostStore(WholeStore):
     """
 
     def __init__(
-        self,
-        hot: Budget,
-        memory: HostMemory | None = None,
-        reads: Reads | None = None,
-        counts: HostReads | None = None,
+        self, hot: Budget, memory: HostMemory | None = None, reads: Reads | None = None, counts: HostReads | None = None
     ) -> None:
         self.length = 0
         self.bytes = Bytes()

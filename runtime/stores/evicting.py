@@ -20,15 +20,7 @@ from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.store import (
-    Bytes,
-    CachedRows,
-    Gathered,
-    Layout,
-    StepMemory,
-    StepRows,
-    WholeStore,
-)
+from sparsekv.runtime.stores.store import Bytes, CachedRows, Gathered, Layout, StepMemory, StepRows, WholeStore
 
 _FAILED = (
     "expected a cache whose passes all ended, found one that failed {}; reset() the cache, or start a new one, and run "

@@ -247,7 +247,7 @@ class SparseBuilder(_Builder):
             longest, softmax = vllm_config.model_config.max_model_len, own[0].impl.softmax
             host.decode.warm_up(self._programs, pages, longest, softmax, scales)
         if self._counts and host.measures and vllm.platform.captures:
-            impl = own[0].impl
+            impl, host.kernel = own[0].impl, vllm.platform.kernel(vllm_config, ours, self._graph_rows)
             host.pays, host.measures = measured_rule(host, device, impl.head_size, scales, impl.softmax), False
 
     @classmethod

@@ -18,9 +18,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from sparsekv.kernels.keys import FLOAT8, PLAIN, Scales, Softmax
 from sparsekv.plans.errors import UnsupportedError
 
-_SPLITS = 32  # of a request's keys, in captured steps at most, by vLLM's default
-_DECODED = 16  # rows of a request that a step decodes or verifies at most
-
 
 class OnCpu:
     """vLLM on a CPU. The platform chooses its own backend whatever is asked for."""
@@ -103,6 +100,18 @@ class OnCuda:
         return other
 
     @staticmethod
+    def kernel(config: VllmConfig, layers: Sequence[Any], graph_rows: int) -> dict[str, int]:
+        """Settings of FlashAttention 3 as vLLM launches it, for `attention`: into how many parts a request's keys are
+        split at most in steps of so many rows, which graphs may hold, and whether one schedule serves all layers."""
+        from vllm.envs import VLLM_BATCH_INVARIANT
+
+        if VLLM_BATCH_INVARIANT:
+            return {"splits": 1, "split_rows": 1 << 31, "scheduled": False}
+        splits = config.attention_config.flash_attn_max_num_splits_for_cuda_graph
+        scheduled = len({layer.sliding_window for layer in layers}) == 1
+        return {"splits": splits, "split_rows": graph_rows, "scheduled": scheduled}
+
+    @staticmethod
     def attention(
         q_THD: torch.Tensor,
         cache: torch.Tensor,
@@ -112,6 +121,11 @@ class OnCuda:
         out_THD: torch.Tensor,
         scales: Scales | None = None,
         softmax: Softmax = PLAIN,
+        left_B: torch.Tensor | None = None,
+        *,
+        splits: int = 0,
+        split_rows: int = 0,
+        scheduled: bool = True,
     ) -> Callable[[], Any]:
         """A launch of the kernel that an engine attends by, causal, of the last rows of requests.
 
@@ -120,6 +134,8 @@ class OnCuda:
             lengths: tokens of each request, its rows included.
             out_THD: where each launch writes its result.
             scales: of a cache in e4m3, and of queries that are in that as well.
+            left_B: int32, the lengths that are attended to, where they are less than those of the schedule.
+            splits: parts of a request's keys at most in a step of at most so many rows; others, as `kernel` has it.
         """
         from vllm.v1.attention.backends.flash_attn import (
             flash_attn_varlen_func,
@@ -141,26 +157,13 @@ class OnCuda:
             heads, (_, page, kv_heads, _) = q_THD.shape[1], keys.shape
             shape = len(lengths), rows, max(*lengths, 1), heads, kv_heads, size
             more = {"cu_seqlens_q": starts, "page_size": page, "causal": True}
-            by["num_splits"] = more["num_splits"] = _SPLITS if rows <= _DECODED else 0
-            by["scheduler_metadata"] = get_scheduler_metadata(*shape, lengths_B, q_THD.dtype, **more)
-        return partial(
-            flash_attn_varlen_func,
-            q=q_THD,
-            k=keys,
-            v=values,
-            out=out_THD,
-            cu_seqlens_q=starts,
-            max_seqlen_q=rows,
-            seqused_k=lengths_B,
-            max_seqlen_k=max(*lengths, 1),
-            softmax_scale=scale,
-            causal=True,
-            softcap=softmax.cap,
-            s_aux=softmax.sinks_H,
-            block_table=table_BP,
-            fa_version=version,
-            **by,
-        )
+            by["num_splits"] = more["num_splits"] = splits if len(q_THD) <= split_rows else 0
+            if scheduled:
+                by["scheduler_metadata"] = get_scheduler_metadata(*shape, lengths_B, q_THD.dtype, **more)
+        by |= {"q": q_THD, "k": keys, "v": values, "out": out_THD, "block_table": table_BP, "fa_version": version}
+        by |= {"cu_seqlens_q": starts, "max_seqlen_q": rows, "max_seqlen_k": max(*lengths, 1), "softmax_scale": scale}
+        by |= {"seqused_k": lengths_B if left_B is None else left_B, "causal": True}
+        return partial(flash_attn_varlen_func, **by, softcap=softmax.cap, s_aux=softmax.sinks_H)
 
 
 # None on devices that no backend of ours was made for. AMD's devices are of type "cuda" as well.

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_engine import SETTINGS, STUBS, Engine, prompt_of
+from sglang_engine import SETTINGS, SLOTS, STUBS, Engine, prompt_of
 from tiny_models import tiny_model
 from tiny_plans import drops, every_head, plan_for
 from vllm_engine import Oracle
@@ -190,7 +190,25 @@ def test_beside_drafts_no_row_of_a_mixed_step_chooses(
 
 
 def graphs_of(backend: str) -> dict[str, Any]:
-    return {"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend=backend))}
+    graphs = SimpleNamespace(prefill=SimpleNamespace(backend=backend), decode=SimpleNamespace(bs=None))
+    return {"cuda_graph_config": graphs}
+
+
+def test_decode_is_timed_at_sizes_that_are_captured_and_fit_the_cache(
+    engine: Engine, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at all requests that there may be, each as long as any."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    prefill = resolved_view(engine.runner.server_args).cuda_graph_config.prefill
+    monkeypatch.setattr(engine.runner, "max_total_num_tokens", SLOTS + 100)
+    for sizes, rows in (([1, 2, 4], 4), (None, 8), ([1, 2, 500], 8)):
+        graphs = SimpleNamespace(prefill=prefill, decode=SimpleNamespace(bs=sizes))
+        change_settings(engine, monkeypatch, {"cuda_graph_config": graphs})
+        place = engine.backend(plan, tmp_path).plan_host.place
+        assert (place.rows, place.tokens) == (rows, SLOTS)
+        monkeypatch.undo()
+        monkeypatch.setattr(engine.runner, "max_total_num_tokens", SLOTS + 100)
 
 
 OTHERS: dict[str, dict[str, Any]] = {

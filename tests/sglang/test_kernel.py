@@ -102,6 +102,26 @@ def test_the_launch_that_is_timed_attends_as_the_engine(paged: Any, page: int, f
         assert torch.allclose(out_THD[3 * number : 3 * number + 3].transpose(0, 1), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_are_left_are_timed_with_the_schedule_of_all(
+    paged: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    from sparsekv.runtime.sglang.engine import _engine_of
+
+    random, scheduled = torch.Generator().manual_seed(seed), []
+    monkeypatch.setattr(paged, "plan_page", 1)
+    monkeypatch.setattr(paged, "_compute_scheduler_metadata", lambda *of: scheduled.append((of[1], of[2].tolist())))
+    lengths_B = torch.randint(1, 40, (5,), generator=random, dtype=torch.int32)
+    left_B = lengths_B * torch.randint(0, 2, (5,), generator=random, dtype=torch.int32)
+    q_BHD, cache = (torch.randn(*shape, generator=random) for shape in ((5, 4, 8), (2, 40, 1, 2, 8)))
+    table_BP = torch.randint(0, 40, (5, 40), generator=random, dtype=torch.int32)
+    attention, lengths = _engine_of(paged).platform.attention, lengths_B.tolist()
+    whole = attention(q_BHD, cache, table_BP, lengths, 0.3, None, None, PLAIN)()
+    found = attention(q_BHD, cache, table_BP, lengths, 0.3, None, None, PLAIN, left_B)()
+    assert torch.equal(found, whole * (left_B > 0)[:, None, None])
+    assert scheduled == [(max(lengths), lengths)] * 2
+
+
 def test_a_rule_is_measured_once_and_read_by_later_engines(
     paged: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

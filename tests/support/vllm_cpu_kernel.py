@@ -22,12 +22,14 @@ def attention(
     out_THD: torch.Tensor,
     scales: Scales | None = None,
     softmax: Softmax = PLAIN,
+    left_B: torch.Tensor | None = None,
 ) -> Callable[[], Any]:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa, envs, ops
 
     (_, heads, size), (pages, kv_heads, tokens, _) = q_THD.shape, cache.shape
     keys, values = cache.view(pages, kv_heads, 2 * tokens, size).chunk(2, dim=2)
     starts, lengths_B, _ = devices._requests(q_THD, lengths)
+    lengths_B = lengths_B if left_B is None else left_B
     stored: dict[str, Any] = {} if scales is None else {"kv_cache_dtype": "fp8"}
     by = {} if scales is None else {"k_scale": float(scales.k_G[0]), "v_scale": float(scales.v_G[0])}  # of a tensor
     schedule = ops.cpu_attn_get_scheduler_metadata(

@@ -1,9 +1,15 @@
 """The kernel that is timed in an engine is the one that it attends by."""
 
+import random
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from sparsekv.runtime.vllm import internals
+from sparsekv.runtime.vllm.devices import OnCuda
 
 DEVICE = torch.device(internals.current_platform.device_type)
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
@@ -49,3 +55,49 @@ def test_requests_without_keys_beside_others_are_zeros_and_leave_those_alone(row
             continue
         internals.platform.attention(q_THD[part], cache, table_BP[request, None], [length], 0.1, alone_THD)()
         torch.testing.assert_close(out_THD[part], alone_THD, rtol=2e-2, atol=2e-2)
+
+
+# --- FlashAttention 3, over a stand-in --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the schedule and the launch are given last."""
+    given: dict[str, Any] = {}
+
+    def schedule(*sizes: Any, num_splits: int, **_: Any) -> Any:
+        given["schedule"] = sizes[6].tolist(), num_splits
+        return given["schedule"]
+
+    stand_in: Any = ModuleType("flash_attn")
+    stand_in.get_flash_attn_version, stand_in.get_scheduler_metadata = (lambda **_: 3), schedule
+    stand_in.flash_attn_varlen_func = lambda **how: given.update(how)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.flash_attn", stand_in)
+    return given
+
+
+def config(splits: int) -> Any:
+    return SimpleNamespace(attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=splits))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_timed_launch_has_the_schedule_of_all_requests_and_the_splits_of_the_engine(
+    calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    source = random.Random(seed)
+    windows, invariant = source.choice([(None,), (None, 512), (512, 512)]), source.random() < 0.3
+    splits, graph_rows, rows = source.randrange(1, 64), source.choice([0, 8, 512]), source.choice([1, 2, 5])
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    layers = [SimpleNamespace(sliding_window=window) for window in windows]
+    how = OnCuda.kernel(config(splits), layers, graph_rows)
+    lengths = [source.randrange(rows, 300) for _ in range(source.randrange(1, 9))]
+    left_B = torch.tensor([length * source.randrange(2) for length in lengths], dtype=torch.int32)
+    q_THD, cache, table_BP = torch.ones(rows * len(lengths), 4, 8), torch.ones(40, 2, 16, 16), torch.ones(9, 20)
+    for left in (None, left_B):
+        calls.clear()
+        OnCuda.attention(q_THD, cache, table_BP, lengths, 0.1, torch.empty_like(q_THD), left_B=left, **how)()
+        expected = 1 if invariant else splits if len(q_THD) <= graph_rows else 0
+        assert calls["num_splits"] == expected
+        assert calls["seqused_k"].tolist() == (lengths if left is None else left.tolist())
+        scheduled = None if invariant or len(set(windows)) > 1 else (lengths, expected)
+        assert calls.get("scheduler_metadata") == scheduled == calls.get("schedule")

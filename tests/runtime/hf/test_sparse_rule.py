@@ -318,6 +318,36 @@ def test_the_first_context_of_every_bucket_is_one_to_choose_from(model, monkeypa
     assert chosen == [([201, 256, 363, 512, 601, 725, 1024], (200, 600))]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_of_more_tokens_than_a_cache_holds_are_not_timed_and_leave_smaller_ones_a_threshold(
+    model, monkeypatch, seed
+):
+    source, asked = random.Random(seed), []
+    tokens, most = source.randrange(4096, 1 << 18), source.choice([16, 300, 4096])
+    work = work_on(model, None, None)
+    place = Place.of(plan_for(model, None, decode_lengths(LAST, 300)), 16384, 512, most, tokens)
+    assert 0.8 * tokens < place.tokens <= max(tokens, 16384)
+    least = {rows: source.randrange(200, 40000) // rows**0.7 for rows in range(1, most + 1)}
+    least = {rows: min(least[size] for size in range(1, rows + 1)) for rows in list(least)[:300]}
+
+    def gain(_, rows, length):
+        asked.append((rows, length))
+        return 2.0 if length >= least[min(rows, 300)] else 0.5
+
+    monkeypatch.setattr(ModelLayers, "decode_gain", gain)
+    work = replace(work, place=place)
+    found, (sizes, lengths) = work.rule(60.0)[0].decode, work._decode_sizes
+    assert sizes
+    assert max(rows * length for rows, length in asked) <= place.tokens
+    first = {}
+    for rows in sizes:
+        pay = [n for n in lengths if n >= max(rows, least[min(rows, 300)]) and n * rows <= place.tokens]
+        before = min(first.values(), default=math.inf)
+        if pay and pay[0] < before:
+            first[rows] = pay[0]
+    assert dict(zip(found.rows, found.tokens, strict=True)) == first
+
+
 def test_decode_is_timed_only_where_a_layer_chooses(model):
     buckets = (*decode_lengths(LAST, 300).lengths[:1], DecodeBucket(up_to=600, segments=(LAST,)))
     plan = DecodePlan(lengths=(*buckets, DecodeBucket(up_to=None, dense=True)))
