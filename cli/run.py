@@ -68,7 +68,7 @@ class RunFlags(Subjects, AllowMismatch, PlacementFlags, Hardware, Output):
         Flag(
             "Where the plan runs. auto: where it is faster, measured once on a GPU; on a CPU for a tile of rows or "
             "more. A rule is context x rows of a chunk or step: 'prefill=18kx512,8kx4k decode=40kx1,11kx4'; prompts up "
-            "to 16K apart: 'prefill=11kx512:16k/23kx8k'.",
+            "to 16K apart: 'prefill=11kx512:16k/23kx8k decode=never'.",
             metavar="auto|always|never|RULE",
         ),
     ] = "auto"

@@ -45,8 +45,8 @@ def dense_attention(
     scale: float,
     window: int | None = None,
 ) -> AttentionOutput:
-    """As `prefill_attention` over every key (of the window), without log-sum-exp. It takes time to check
-    more than that k has the chunk's keys; raises ShapeError."""
+    """As `prefill_attention` over every key (of the window), without log-sum-exp. Checks only that k holds the chunk's
+    keys: more would take time. Raises ShapeError."""
     if chunk.longest > k_BGKD.shape[2]:
         raise ShapeError(f"the chunk's longest row has {chunk.longest} keys, k holds {k_BGKD.shape[2]}")
     past, length = chunk.past[0], chunk.lengths[0]

@@ -133,8 +133,8 @@ def parse(text: str) -> Pays:
     except (ValueError, UsageError):
         raise UsageError(
             "expected always, never, or thresholds such as 'prefill=18kx512,8kx4k decode=40kx1,11kx4' (context x "
-            f"rows, rows ascending, contexts descending; of prompts up to 16k tokens apart as in 11kx512:16k/23kx8k), "
-            f"found {text!r:.120}"
+            "rows, rows ascending, contexts descending; of prompts to 16k tokens and longer ones apart as in "
+            f"prefill=11kx512:16k/23kx8k), found {text!r:.120}"
         ) from None
 
 
@@ -181,29 +181,24 @@ def measure_each(
     hint: Thresholds = EVERYWHERE,
 ) -> Thresholds:
     """Finds the thresholds of every bucket by itself, short contexts first; arguments as in `measure`. A bucket that
-    cannot be measured, or for which too little time is left, goes on with those of the one before it."""
-    left, gains, unknown = [math.inf], list[float](), True
-
-    def clock() -> float:
-        left.append(math.inf if until is None else until())
-        return left[-1]
+    cannot be measured, or that time does not reach, goes on with those of the one before it."""
+    known: list[bool] = []  # whether each measurement gave a number
 
     def timed(rows: int, length: int) -> float:
-        gains.append(gain(rows, length))
-        return gains[-1]
+        times = gain(rows, length)
+        known.append(not math.isnan(times))
+        return times
 
     parts: list[tuple[int, Thresholds, int]] = []  # the first context and the last of each
     for bucket, of_bucket in groupby(lengths, partial(bisect_left, bounds)):
-        contexts_of, gains[:] = tuple(of_bucket), []
-        end = bounds[bucket] if bucket < len(bounds) else contexts_of[-1]
-        part = measure(sizes, contexts_of, timed, margin=margin, until=clock, hint=NOWHERE)
-        unmeasured = all(map(math.isnan, gains))
-        if parts and (left[-1] <= 0 or unmeasured):
+        choices, before = tuple(of_bucket), len(known)
+        end = bounds[bucket] if bucket < len(bounds) else choices[-1]
+        part = measure(sizes, choices, timed, margin=margin, until=until, hint=NOWHERE)
+        if parts and not any(known[before:]):
             parts[-1] = (*parts[-1][:2], end)
         else:
-            parts.append((contexts_of[0], part, end))
-        unknown = unknown and unmeasured and left[-1] > 0
-    if unknown:
+            parts.append((choices[0], part, end))
+    if known and not any(known):
         return _descending((size, context) for size in sorted(sizes) if (context := hint.at(size)) is not None)
     return _joined(parts)
 
@@ -263,9 +258,11 @@ def measure(
                 continue
             first = _first(at, partial(timed, size), margin)
             if first is None:
-                hinted = hint.at(size) if asked and all(map(math.isnan, asked.values())) else None
-                if hinted is None:
+                if not asked or not all(map(math.isnan, asked.values())):
                     break  # nor does any smaller step gain
+                hinted = hint.at(size)
+                if hinted is None:
+                    continue
                 first = least = max(least, hinted)
             elif first > at[0]:  # the shortest context that so many rows can have says nothing of shorter ones
                 least = first

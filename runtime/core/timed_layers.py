@@ -173,8 +173,7 @@ class Place:
         predicted = plan.cost.lengths if plan.cost else ()
         computed = {entry.length: entry.computed for entry in predicted if entry.computed}
         low = max(0, tokens.bit_length() - 3)
-        room = max(longest, tokens >> low << low)
-        return cls(executed_digest(plan), longest, min(step, longest), rows, computed, room)
+        return cls(executed_digest(plan), longest, min(step, longest), rows, computed, tokens >> low << low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +291,8 @@ class TimedLayers(ABC):
         """Rows of steps, and contexts at which a layer may choose."""
         segments, longest, begins = self.program.segments, self.place.longest, self.program.decodes_from
         every = {*contexts(begins[0], longest), *(n for n in begins if n <= longest), longest}
-        lengths = sorted(n for n in every if not segments or any(part.count(n) != ALL for part in segments))
+        chosen = (n for n in every if not segments or any(part.count(n) != ALL for part in segments))
+        lengths = sorted(length for length in chosen if length <= self.place.tokens)
         most = min(self.place.rows, self.place.tokens // min(lengths, default=1))
         return [rows for rows in (*_DECODE_ROWS, most) if rows <= most], lengths
 

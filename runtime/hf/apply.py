@@ -314,7 +314,7 @@ def apply(
         sparse: "auto" is sparse where that is faster, measured once on each GPU before this returns. On a CPU it is
             sparse for a tile of rows or more. Else "always", "never", or a rule of contexts x rows of a chunk or a
             step: "prefill=18kx512,8kx4k decode=40kx1,11kx4". Prompts to 16K stand apart in
-            "prefill=11kx512:16k/23kx8k". Layers that evict or are in host memory stay sparse.
+            "prefill=11kx512:16k/23kx8k decode=never". Layers that evict or are in host memory stay sparse.
 
     Returns:
         The handle, which is also a context manager.

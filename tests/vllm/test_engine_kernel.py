@@ -62,7 +62,7 @@ def test_requests_without_keys_beside_others_are_zeros_and_leave_those_alone(row
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the schedule and the launch are given last."""
+    """The last arguments of the schedule and the launch."""
     given: dict[str, Any] = {}
 
     def schedule(*sizes: Any, num_splits: int, **_: Any) -> Any:
@@ -87,7 +87,7 @@ def test_a_timed_launch_has_the_schedule_of_all_requests_and_the_splits_of_the_e
     source = random.Random(seed)
     windows, invariant = source.choice([(None,), (None, 512), (512, 512)]), source.random() < 0.3
     splits, graph_rows, rows = source.randrange(1, 64), source.choice([0, 8, 512]), source.choice([1, 2, 5])
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", invariant, raising=False)  # engines keep what they read
     layers = [SimpleNamespace(sliding_window=window) for window in windows]
     how = OnCuda.kernel(config(splits), layers, graph_rows)
     lengths = [source.randrange(rows, 300) for _ in range(source.randrange(1, 9))]

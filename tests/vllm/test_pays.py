@@ -120,7 +120,7 @@ def test_steps_that_are_dense_are_vllms_own_but_for_a_call_a_layer(
     assert not seen[plain].counts - seen[engine].counts
     assert steps > NEW
     often = {name for name, count in seen[engine].calls.items() if count >= layers * steps}
-    assert often == {"SparseImpl.forward", "SparseImpl.forward: getattr"}
+    assert {name.partition(":")[0] for name in often} == {"SparseImpl.forward"}
     assert seen[engine].calls["SparseImpl.forward"] == layers * steps
 
 

@@ -157,21 +157,35 @@ def test_a_bucket_that_cannot_be_measured_goes_on_with_the_one_before_it(seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_where_time_runs_out_the_buckets_to_come_go_on_with_the_last_that_was_measured(seed):
-    source, asked = random.Random(seed), []
-    bounds, most = (8192, 32768), source.randrange(1, 30)
+def test_what_was_measured_holds_wherever_time_ran_out_or_a_size_has_no_memory(seed):
+    """Buckets that time does not reach go on with the last one that was measured."""
+    source = random.Random(seed)
+    bounds, most, lost = (8192, 32768), source.randrange(1, 40), source.sample(SIZES, source.randrange(3))
+    within = [[n for n in LENGTHS if sum(n > bound for bound in bounds) == bucket] for bucket in range(3)]
+    from_BS = [sorted((source.choice((0, 1 << 20, *at)) for _ in SIZES), reverse=True) for at in within]
+    times = {}
 
     def gain(rows, tokens):
-        asked.append((rows, tokens))
-        return gain_of(rows, tokens)
+        first = from_BS[sum(tokens > bound for bound in bounds)][SIZES.index(rows)]
+        times[rows, tokens] = math.nan if rows in lost else 2.0 if tokens >= first else 0.5
+        return times[rows, tokens]
 
-    whole = measure_each(SIZES, LENGTHS, gain_of, bounds=bounds)
-    rule = measure_each(SIZES, LENGTHS, gain, bounds=bounds, until=lambda: most - len(asked))
-    assert len(asked) <= most
-    for size in SIZES:
-        if rule.at(size) is not None:  # a larger context gains more: each is sparse from there on, or from earlier
-            assert all(rule.pays(size, tokens) for tokens in LENGTHS if tokens >= rule.at(size))
-            assert all(whole.pays(size, tokens) for tokens in LENGTHS if tokens >= max(size, rule.at(size)))
+    rule = measure_each(SIZES, LENGTHS, gain, bounds=bounds, until=lambda: most - len(times), hint=Thresholds())
+    assert len(times) <= most
+    wrong = [(rows, tokens) for (rows, tokens), of in times.items() if of == 0.5 and rule.pays(rows, tokens)]
+    assert wrong == []
+    begun = [any((rows, n) in times and rows not in lost for rows in SIZES for n in at) for at in within]
+    if begun[0] and not begun[1]:
+        for size in SIZES:
+            last = rule.pays(size, within[0][-1])
+            assert all(rule.pays(size, tokens) == last for tokens in (*within[1], *within[2]) if tokens >= size)
+
+
+def test_a_size_that_has_no_memory_is_sparse_where_smaller_ones_are():
+    rule = measure_each(
+        (512, 8192), LENGTHS, lambda rows, n: math.nan if rows == 8192 else float(n >= 30_000), bounds=(8192,)
+    )
+    assert rule == Thresholds((512,), (32768,))
 
 
 def test_one_threshold_stands_for_buckets_that_go_on_from_it():
