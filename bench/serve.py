@@ -25,7 +25,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sparsekv.bench.harness import Columns, Row, in_short, number, repeat_in_turn
 from sparsekv.bench.random_model import stretched_config
-from sparsekv.bench.vllm_engines import Engine, EngineEndedError, asking_for_ours, engine_elsewhere, greedy
+from sparsekv.bench.vllm_engines import (
+    Engine,
+    EngineEndedError,
+    all_accepted,
+    asking_for_ours,
+    by_look_up,
+    captured_rows,
+    engine_elsewhere,
+    greedy,
+)
 from sparsekv.planner.progress import Progress, StageStep
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import BackendError
@@ -62,8 +71,6 @@ _TIMES = ("token_ms", "dense_token_ms", "tokens_per_second", "dense_tokens_per_s
 _UNTIMED = "{}: no token timed, since {} never decoded together; a longer answer or fewer at once help"
 _WARM_UP = (2, 4)  # requests, and tokens of an answer
 _LATE_MS = 1000.0  # a first token: who is late on average is not asked more often
-# Rows of steps that engines capture with vLLM's default of requests at once; with few, it captures twice as many rows.
-_CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +133,6 @@ class ServeBench:
         return max(load.at_once for load in self.loads)
 
     @property
-    def captured(self) -> list[int]:
-        """Rows of steps that an engine captures piecewise as `vllm serve` does, and steps of decode whole: those end at
-        `max_num_seqs` requests, each with its drafts."""
-        decodes = {n * (1 + self.drafted) for n in (*_CAPTURED, self.at_once) if n <= self.at_once}
-        most = min(self.step_tokens, _CAPTURED[-1])
-        return sorted(rows for rows in {*_CAPTURED, *decodes, most} if rows <= most)
-
-    @property
     def engine(self) -> dict[str, Any]:
         own: dict[str, Any] = {
             "dtype": dtype_name(self.dtype),
@@ -148,26 +147,11 @@ class ServeBench:
             "quantization": self.quantization,
         }
         share = self.share or (ALONE if self.alone else BESIDE)
-        on_device: dict[str, Any] = {}
-        if self.device.type == "cuda":  # a CPU has no memory to share, and captures nothing
-            graphs = {"cudagraph_capture_sizes": self.captured}
-            on_device = {"gpu_memory_utilization": share, "compilation_config": graphs}
+        has_graphs = self.device.type == "cuda"  # a CPU has no memory to share either
+        graphs = {"cudagraph_capture_sizes": captured_rows(self.at_once, self.drafted, self.step_tokens)}
+        on_device = {"gpu_memory_utilization": share, "compilation_config": graphs} if has_graphs else {}
         drafter = {"speculative_config": by_look_up(self.drafted)} if self.drafted else {}
         return own | on_device | drafter | ({"kv_cache_memory_bytes": self.cache_bytes} if self.cache_bytes else {})
-
-
-def by_look_up(drafted: int) -> dict[str, Any]:
-    """Returns a drafter that looks for the last tokens in what a request has, as vLLM takes it."""
-    return {"method": "ngram", "num_speculative_tokens": drafted, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-
-
-def _all_accepted(drafted: int) -> dict[str, Any]:
-    """Random answers repeat nothing: drafts are made on the GPU, in every step, and accepted whatever they are."""
-    return {
-        "method": "ngram_gpu",
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": [1.0] * drafted,
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +347,7 @@ def served_engine(way: str, model: ServedModel, plan: Plan, bench: ServeBench) -
     """An engine: DENSE without the plan; SPARSE where `bench.sparse` says; ALWAYS where it may be sparse."""
     settings = bench.engine | ({"load_format": "dummy"} if model.random else {})
     if model.random and bench.drafted:
-        settings |= {"speculative_config": by_look_up(bench.drafted) | _all_accepted(bench.drafted)}
+        settings |= {"speculative_config": by_look_up(bench.drafted) | all_accepted(bench.drafted)}
     own: dict[str, Any] = {"dense": True}
     with tempfile.TemporaryDirectory() as folder:
         if way != DENSE:

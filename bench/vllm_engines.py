@@ -12,6 +12,9 @@ from typing import Any
 from sparsekv.plans.errors import BackendError
 from sparsekv.runtime.settings import preset_vllm
 
+# Rows of steps that engines capture with vLLM's default of requests at once; with few, it captures twice as many rows.
+_CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+
 Engine = Callable[..., Any]
 """Calls a function with an engine (`vllm.LLM`) and further arguments, where that is: `engine(serve, prompts, 1)`."""
 
@@ -71,6 +74,28 @@ def asking_for_ours() -> dict[str, Any]:
     from sparsekv.runtime.vllm.devices import OnCuda, platform
 
     return {"attention_config": {"backend": platform.backend.name}} if platform is OnCuda else {}
+
+
+def captured_rows(at_once: int, drafted: int, step_tokens: int) -> list[int]:
+    """Rows of steps that an engine captures piecewise as `vllm serve` does, and steps of decode whole: those end at
+    `at_once` requests, each with its drafts."""
+    decodes = {n * (1 + drafted) for n in (*_CAPTURED, at_once) if n <= at_once}
+    most = min(step_tokens, _CAPTURED[-1])
+    return sorted(rows for rows in {*_CAPTURED, *decodes, most} if rows <= most)
+
+
+def by_look_up(drafted: int) -> dict[str, Any]:
+    """Returns a drafter that looks for the last tokens in what a request has, as vLLM takes it."""
+    return {"method": "ngram", "num_speculative_tokens": drafted, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
+def all_accepted(drafted: int) -> dict[str, Any]:
+    """Random answers repeat nothing: drafts are made on the GPU, in every step, and accepted whatever they are."""
+    return {
+        "method": "ngram_gpu",
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [1.0] * drafted,
+    }
 
 
 def greedy(tokens: int) -> Any:

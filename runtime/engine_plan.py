@@ -17,7 +17,7 @@ from sparsekv.plans.model import ModelInfo, weights_fingerprint
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import Program, Rank
 from sparsekv.runtime.core.state import Gather
-from sparsekv.runtime.core.timed_layers import ANY, Place
+from sparsekv.runtime.core.timed_layers import UNLIMITED, Place
 from sparsekv.runtime.hub import model_folder
 from sparsekv.runtime.model_config import describe_config, dtype_name, files_fingerprint, has_soft_cap
 from sparsekv.runtime.paged.captured_prefill import CapturedPrefill, memory_of
@@ -67,7 +67,7 @@ class EngineModel:
     step: int  # most tokens that are computed at once
     rows: int  # most requests
     captured: int | None = None  # most of them in a step that is captured, where that is known
-    tokens: int = ANY  # that the cache holds
+    tokens: int = UNLIMITED  # that the cache holds
     rank: Rank = field(default_factory=Rank)
     page: int = 16  # tokens of a page at least
     graphs: bool = True  # whether anything may be captured

@@ -133,7 +133,7 @@ _OWN_SHARE = 0.2  # of it, for each, however long the last measurement before to
 BUSY = 2.0  # times as long as launches in a warm-up takes a step the program, beside what else the host runs
 _PRODUCTS = 12  # of a layer, each of E by F weights: 4 of attention, 8 of a gated feed-forward layer of 8/3 E
 
-ANY = 1 << 62
+UNLIMITED = 1 << 62  # tokens
 
 HeadShares = tuple[float, float]
 """Whole tiles and single columns of a head, as shares of its causal tiles."""
@@ -159,7 +159,7 @@ class Place:
     step: int  # most rows of a chunk
     rows: int  # most rows of a decode step
     computed: Mapping[int, tuple[LayerCounts, ...]]  # of calibration prompts by length, where the plan tells them
-    tokens: int = ANY  # that all rows of a step have together at most
+    tokens: int = UNLIMITED  # that all rows of a step have together at most
 
     @property
     def key(self) -> dict[str, str | int]:
@@ -168,7 +168,7 @@ class Place:
         return {"plan": self.plan, "computed": computed, **sizes}
 
     @classmethod
-    def of(cls, plan: Plan, longest: int, step: int, rows: int, tokens: int = ANY) -> Place:
+    def of(cls, plan: Plan, longest: int, step: int, rows: int, tokens: int = UNLIMITED) -> Place:
         """Tokens are rounded down: an engine finds a little more or less memory at each start."""
         predicted = plan.cost.lengths if plan.cost else ()
         computed = {entry.length: entry.computed for entry in predicted if entry.computed}

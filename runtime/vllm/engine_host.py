@@ -47,7 +47,7 @@ class EngineHost(PlanHost):
         return min(_MOST_PROGRAM_US, min(gaps, default=0.0))
 
     def count_decoded(self, tokens: int) -> None:
-        """Of a step in which nothing chooses."""
+        """Counts the tokens of a step in which nothing chooses."""
         self.counters.decode_dense += 0 if self.decode is None else tokens
         self.decodes_dense = True
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from vllm_engine import BUDGET, DECODE_BOUND, PAGES, make_engine
 
-from sparsekv.bench.serve import by_look_up
+from sparsekv.bench.vllm_engines import by_look_up
 from sparsekv.runtime.hf.load import LoadedModel
 
 Prompts = dict[int, list[int]]
