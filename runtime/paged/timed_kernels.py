@@ -32,6 +32,9 @@ from sparsekv.runtime.settings import cache_folder
 Made = TypeVar("Made")
 
 _SECONDS = 5.0
+_PROGRAM_US = 1400.0  # of vLLM 0.33 for a captured step, scheduler and sampling included, on a server's CPU of 2025
+_WEIGHTS = 12  # of a layer, each of as many numbers as its heads have squared: products read them once a step
+_MOST_WEIGHTS = 1 << 27  # numbers that are read to time them
 _SHORT = 128  # tokens: nothing chooses among so few
 _MOST_TEXT = 1 << 14  # bytes of a rule; one that is longer is measured anew
 _FINITE = 0x7F  # bytes below it are numbers in e4m3
@@ -59,6 +62,7 @@ class EngineLayers(TimedLayers):
     scales: Scales | None = None  # of a cache in 8 bits; queries have none
     softmax: Softmax = PLAIN  # of the layers
     costs: dict[int, float | None] = field(default_factory=dict)  # microseconds of a step's idle kernels, by rows
+    products: dict[int, float] = field(default_factory=dict)  # microseconds of all layers' products, by rows
     replays: dict[tuple[int, int, int | None], list[float]] = field(default_factory=dict)
     issued: list[float] = field(default_factory=list)  # microseconds of the program for a layer of each kind
     begun: list[float] = field(default_factory=list)  # and for a step that chooses, ahead of its graph
@@ -180,12 +184,29 @@ class EngineLayers(TimedLayers):
         return tensors
 
     def _step_us(self, rows: int, length: int, least: int | None) -> tuple[float, float]:
-        """Microseconds of all layers of a captured step, dense and by the plan; see `_launches`."""
-        times = self.step_us(self._replayed(rows, length, least))
-        whole, ours = map(self.agreed, times)  # what follows from them is the same on all ranks, which wait in steps
+        """Microseconds of a captured step, dense and by the plan; see `_launches`. Nothing is saved of a step for which
+        the program takes longer than the device."""
+        attention = self.step_us(self._replayed(rows, length, least))
+        if rows not in self.products:
+            self.products[rows] = self._products_us(rows)
+        # What follows from them is the same on all ranks, which wait for each other in steps.
+        whole, ours = (self.agreed(us + self.products[rows]) for us in attention)
         if math.isnan(whole + ours):
             raise torch.OutOfMemoryError
-        return whole, ours
+        return max(_PROGRAM_US, whole), max(_PROGRAM_US, ours)
+
+    def _products_us(self, rows: int) -> float:
+        """The time to read the weights of all layers; nan as in `_timed`."""
+        width = self.program.layers[0].heads * self.size
+        wanted = _WEIGHTS * width * self.ranks
+        columns = min(wanted, max(1, _MOST_WEIGHTS // width))
+        shapes = (rows, width), (width, columns)
+        try:
+            x_RE, w_EF = (torch.randn(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+            (taken,) = self.timers.replayed([partial(torch.mm, x_RE, w_EF)], self.device)
+        except torch.OutOfMemoryError:
+            return math.nan
+        return len(self.program.attending) * taken * wanted / columns
 
     def _replayed(self, rows: int, length: int, least: int | None) -> list[float]:
         """Microseconds of each of `_launches` in a graph."""

@@ -203,7 +203,7 @@ def test_a_measurement_runs_both_kernels_over_the_shares_of_the_plan(
     def replayed(launches: Any, device: torch.device) -> list[float]:
         for launch in launches:
             launch()
-        return [1.0, *[0.5] * (len(launches) - 1)]
+        return [1e4, *[5e3] * (len(launches) - 1)]  # longer than the program takes
 
     place, timers = Place("sha256:", 3072, BUDGET, 4, computed), Timers(launched, replayed, launched)
     rule, _ = EngineLayers(host.program, place, timers, host, CPU, 64, scales).rule(60.0)
@@ -306,12 +306,36 @@ def test_decode_kernels_are_captured_where_they_save_more_than_they_cost_idle(
     timers = Timers(replayed, replayed, issued)
     layers = Layers(host.program, Place("sha256:", 3072, BUDGET, 4, {}), timers, host, CPU, 64)
     monkeypatch.setattr(host, "holds_dense", holds_dense)
+    monkeypatch.setattr(Layers, "_products_us", lambda *_: 0.0)
+    monkeypatch.setattr(timed_kernels, "_PROGRAM_US", 0.0)
     counts = [count for _, count in layers.kinds]
     layers_each = len(layers.program.attending) / sum(counts)
     assert layers.decode_gain(1, 2048) == pytest.approx(gain)
     told = {tuple(of) for of in lengths}
     wanted = {(0,), (128,), (3072,)} | ({(2048,)} if gain else set())
     assert told == ({(2048,)} if holds_dense else wanted)
+
+
+@pytest.mark.parametrize(
+    ("dense", "ours", "product", "gain"),
+    [(50.0, 20.0, 7.0, 1.0), (400.0, 200.0, 7.0, None), (50.0, 20.0, 900.0, None)],
+    ids=["small model", "long contexts or many requests", "large model"],
+)
+def test_a_decode_step_that_the_program_takes_longer_for_than_the_device_gains_nothing(
+    host: Any, monkeypatch: pytest.MonkeyPatch, dense: float, ours: float, product: float, gain: float | None
+) -> None:
+    def replayed(launches: Any, device: torch.device) -> list[float]:
+        return [dense, *[ours] * (len(launches) - 1)] if len(launches) > 1 else [product]
+
+    layers = EngineLayers(
+        host.program, Place("sha256:", 3072, BUDGET, 4, {}), Timers(replayed, replayed, lambda *_: [0.0]), host, CPU, 64
+    )
+    monkeypatch.setattr(host, "holds_dense", True)
+    every, sparse = len(layers.program.attending), sum(count for _, count in layers.kinds)
+    steps = [every * (us + product) for us in (dense, dense + (ours - dense) * sparse / every)]
+    measured = layers.decode_gain(1, 2048)
+    assert measured == pytest.approx(gain or max(1400.0, steps[0]) / max(1400.0, steps[1]))
+    assert measured > 1.0 or gain == 1.0
 
 
 def test_decode_beside_prompts_is_priced_by_what_the_program_launches(host: Any) -> None:
@@ -352,6 +376,7 @@ def test_ranks_decide_alike_by_the_times_of_the_first_and_stop_where_one_has_no_
 
     program, timers = replace(host.program, rank=Rank(1, 2)), Timers(replayed, replayed, issued)
     layers = EngineLayers(program, Place("sha256:", 3072, BUDGET, 4, {}), timers, host, CPU, 64)
+    monkeypatch.setattr(timed_kernels, "_PROGRAM_US", 0.0)
     first = iter(
         [0.0, 8.0, 9.0, 0.0, 10.0, 5.0, 0.0, 10.0, 6.0, 3.0]
     )  # memory, dense, sparse: idle, longest, here; gain
