@@ -437,5 +437,5 @@ def _spec_of(config: Any, layer: Any, spec: Any) -> Any:
 
 
 def _requests_of(config: Any) -> Requests | None:
-    host = next((layer.impl.plan_host for layer in _planned(config)), None)
-    return host.evicting.requests if host is not None and host.evicting is not None else None
+    host = _host_of(config)
+    return None if host is None or host.evicting is None else host.evicting.requests
