@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -9,11 +10,15 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any
 
+import torch
+
 from sparsekv.plans.errors import BackendError
 from sparsekv.runtime.settings import preset_vllm
 
 # Rows of steps that engines capture with vLLM's default of requests at once; with few, it captures twice as many rows.
 _CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+
+_CORES = 4
 
 Engine = Callable[..., Any]
 """Calls a function with an engine (`vllm.LLM`) and further arguments, where that is: `engine(serve, prompts, 1)`."""
@@ -63,6 +68,8 @@ _started: list[Any] = []  # the engine of this process
 def _start(model: str, settings: dict[str, Any]) -> None:
     preset_vllm()
     _started.append(make_engine(model, **settings))
+    if torch.cuda.is_available():  # the device of a small model waits for the program, which is as fast as its cores
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-_CORES:])  # the same for engines that take turns
 
 
 def _call(run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
