@@ -2,7 +2,8 @@
 `python tools/build_methods_table.py FILE ...`.
 
 Scores, differences and divergences are means over tasks, which weigh alike however many samples each has. A difference
-is paired: of the samples that both methods have. Intervals are of a bootstrap within tasks.
+is paired: of the samples that both methods have. Intervals are of a bootstrap within tasks. Methods that lack tasks of
+dense come last. Where dense has other scores on equal samples, a task had other prompts: leave out the older records.
 
 Shapes: N samples of a task, W values of a sample, X draws.
 """
@@ -10,7 +11,7 @@ Shapes: N samples of a task, W values of a sample, X draws.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ def merged(files: Sequence[CompareFile]) -> CompareFile:
     """One file with the records of all; of equal keys that of the first file counts.
 
     Raises:
-        SystemExit: a file is of another run.
+        SystemExit: a file is of another run, or of other prompts.
     """
     whole = CompareFile(files[0].settings)
     for file in files:
@@ -37,8 +38,18 @@ def merged(files: Sequence[CompareFile]) -> CompareFile:
             raise SystemExit(f"expected the run of {files[0].path} in {file.path}, found another: {told}")
         for kind in (Searched, Held, Sampled):
             known = whole.all(kind)
+            if kind is Sampled and (others := sorted(other_prompts(known, file.all(kind)))):
+                raise SystemExit(
+                    f"expected the prompts of files before {file.path}, found others of {', '.join(others)}"
+                )
             whole.add(*(record for key, record in file.all(kind).items() if key not in known))
     return whole
+
+
+def other_prompts(known: Mapping[Hashable, Sampled], more: Mapping[Hashable, Sampled]) -> set[str]:
+    """The tasks whose wording has changed between two files: dense has other scores on equal samples."""
+    both = (key for key in known.keys() & more.keys() if known[key].method == DENSE_NAME[0])
+    return {more[key].task for key in both if known[key].score != more[key].score}
 
 
 def mean_and_draws(tasks: Sequence[Values]) -> tuple[Values, Values]:
@@ -66,16 +77,18 @@ def difference(one: Samples, other: Samples) -> str:
 
 
 def lines(file: CompareFile, length: int, at: str) -> Iterator[tuple[str, ...]]:
-    """A table of all methods, dense first, then by score; and behind it ratios of divergences."""
+    """A table of all methods, dense first, then by tasks and score; and behind it ratios of divergences."""
     methods: dict[str, Samples] = {}
     for one in file.all(Sampled).values():
         if one.length == length and one.at in (at, DENSE_NAME[1]):
             methods.setdefault(one.method, {})[one.task, one.number] = one
     dense, reference = methods.pop(DENSE_NAME[0]), file.settings.reference
     scores = {name: float(mean_and_draws(by_task(some))[0][0]) for name, some in methods.items()}
+    tasks = {name: len(by_task(some)) for name, some in methods.items()}
     yield HEADER
     yield ("---",) * len(HEADER)
-    for name, some in [(DENSE_NAME[0], dense), *sorted(methods.items(), key=lambda item: -scores[item[0]])]:
+    ordered = sorted(methods.items(), key=lambda item: (-tasks[item[0]], -scores[item[0]]))
+    for name, some in [(DENSE_NAME[0], dense), *ordered]:
         counts = [len(task_NW) for task_NW in by_task(some)]
         shares: dict[str, list[float]] = {}
         for one in some.values():
@@ -83,7 +96,8 @@ def lines(file: CompareFile, length: int, at: str) -> Iterator[tuple[str, ...]]:
                 shares.setdefault(one.task, []).append(one.share)
         mean_W, draws_XW = mean_and_draws(by_task(some, kl=True))
         yield (
-            *(shown(file, name), f"{min(counts)} to {max(counts)}"),
+            shown(file, name),
+            f"{min(counts)} to {max(counts)}" + (f", {len(counts)} tasks" if len(counts) < len(by_task(dense)) else ""),
             f"{np.mean([np.mean(each) for each in shares.values()]):.3f}" if shares else "",
             f"{scores[name] if name in scores else mean_and_draws(by_task(dense))[0][0]:.1f}",
             difference(dense, some) if name != DENSE_NAME[0] else "",

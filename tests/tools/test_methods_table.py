@@ -54,6 +54,32 @@ def test_tasks_weigh_alike_and_differences_are_of_the_prompts_of_both() -> None:
     assert table["divergence of sparsekv over that of Stem without values"][1] == "0.500 [0.500, 0.500]"
 
 
+def test_methods_that_lack_tasks_come_last_and_say_so() -> None:
+    file = file_of()
+    for method, at in (("dense", "1"), ("sparsekv", "0.3"), ("stem", "0.3")):
+        file.add(*([Held(method=method, target=0.3, **HELD)] if method != "dense" else []))
+        for task in ("vt", "cwe")[: 1 if method == "stem" else 2]:
+            score = 1.0 if method == "stem" else 0.5
+            file.add(Sampled(method=method, at=at, length=4096, task=task, number=0, score=score, kl=0.1))
+    assert [line[:2] for line in list(lines(file, 4096, "0.3"))[2:5]] == [
+        ("dense", "1 to 1"),
+        ("sparsekv", "1 to 1"),
+        ("Stem without values", "1 to 1, 1 tasks"),
+    ]
+
+
+def test_tasks_with_another_wording_are_not_joined() -> None:
+    parts = [file_of(), file_of()]
+    for file, score in zip(parts, (0.25, 0.5), strict=True):
+        for task in ("vt", "cwe"):
+            for method, at in (("dense", "1"), ("sparsekv", "0.3")):
+                drawn = {"score": score if task == "vt" else 0.5, "kl": score}
+                file.add(Sampled(method=method, at=at, length=4096, task=task, number=3, **drawn))
+    with pytest.raises(SystemExit, match=r"found others of vt$"):
+        merged(parts)
+    assert len(merged([parts[0], parts[0]]).all(Sampled)) == 4
+
+
 def test_files_of_other_runs_are_refused() -> None:
     with pytest.raises(SystemExit, match="device: gpu there, cpu here"):
         merged([file_of(), file_of(device="gpu")])
