@@ -64,7 +64,6 @@ def with_plan(backend: Any, runner: Any, required: bool) -> Any:
         settings = resolved_view(runner.server_args)
         # Beside drafts, rows of mixed steps are dense as well.
         ours.plan_mixes = bool(settings.enable_mixed_chunk) and settings.speculative_algorithm is None
-        ours.needs_cpu_seq_lens = True  # the host decides by lengths which rows choose
         if runner.device == "cuda":
             _warm_up(ours, attention, host.step)
             first = ours.plan_layers[attention[0].layer_id]

@@ -19,7 +19,9 @@ from functools import partial
 from itertools import accumulate, takewhile
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from sglang.srt.mem_cache.layout.paged_view import paged_kv_view
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
@@ -98,7 +100,7 @@ class OnCuda:
         lengths_B, starts = torch.tensor(lengths, **like), torch.arange(0, len(q_THD) + 1, rows, **like)
         if rows == 1:
             schedule = backend._compute_scheduler_metadata
-            by["scheduler_metadata"] = schedule(len(lengths), max(*lengths, 1), lengths_B, starts)
+            by["scheduler_metadata"] = schedule(len(lengths), backend.max_context_len, lengths_B, starts)
         return partial(
             backend.flash_attn_with_kvcache, q=q_THD, k_cache=cache[0], v_cache=cache[1], page_table=table_BP,
             cache_seqlens=lengths_B if left_B is None else left_B, cu_seqlens_q=starts, max_seqlen_q=rows,
@@ -152,9 +154,9 @@ class Planned:
     def forward_extend(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **others: Any
     ) -> torch.Tensor:
-        dense, planned = super().forward_extend, self._planned(layer, others)  # type: ignore[misc]
-        step = self.plan_step
-        if planned is None or step is None:
+        dense, step = super().forward_extend, self.plan_step  # type: ignore[misc]
+        planned = None if step is None else self._planned(layer, others)
+        if planned is None or step is None:  # nothing more, in any layer of a step that is dense
             return dense(q, k, v, layer, forward_batch, save_kv_cache, **others)
         decode = step.decode if planned.program.role.is_sparse else None
         if decode is None and not any(planned.program.patterns_at(rows.chunk.longest) for rows in step.prefill):
@@ -184,8 +186,9 @@ class Planned:
     def forward_decode(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **others: Any
     ) -> torch.Tensor:
-        dense, planned = super().forward_decode, self._planned(layer, others)  # type: ignore[misc]
-        decode = None if self.plan_step is None else self.plan_step.decode
+        dense, step = super().forward_decode, self.plan_step  # type: ignore[misc]
+        decode = None if step is None else step.decode
+        planned = None if decode is None else self._planned(layer, others)
         if planned is None or decode is None or not planned.program.role.is_sparse:
             return dense(q, k, v, layer, forward_batch, save_kv_cache, **others)
         q_BHD = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
@@ -223,7 +226,7 @@ class Planned:
         # A mixed step has the requests that decode behind its prompts. SGLang's runner calls it a step of prompts by
         # now, and nothing tells the single row of the last prompt from theirs.
         decoding = sum(1 for _ in takewhile(lambda count: count == 1, reversed(rows))) if self.plan_mixes else 0
-        chosen = self._chosen(forward_batch, lengths, batch - decoding, captured) if decoding else None
+        chosen = self._chosen(forward_batch, np.array(lengths), batch - decoding, captured) if decoding else None
         if not paying and chosen is None:
             return None
         table_BP = self.plan_device.table(self, forward_batch, max(lengths))
@@ -234,28 +237,30 @@ class Planned:
     def _begin_decode(self, forward_batch: Any, captured: bool) -> StepRows | None:
         self.plan_host.report(False)
         known = forward_batch.seq_lens_cpu  # None where SGLang makes up a step
-        lengths = (forward_batch.seq_lens if known is None else known).tolist()
-        chosen = self._chosen(forward_batch, lengths, 0, captured)
+        lengths_B = (forward_batch.seq_lens.cpu() if known is None else known).numpy()
+        chosen = self._chosen(forward_batch, lengths_B, 0, captured)
         return None if chosen is None else StepRows((0,), (), chosen.table_BP, lambda first, end: None, chosen)
 
-    def _chosen(self, forward_batch: Any, lengths: Sequence[int], first: int, captured: bool) -> DecodeRows | None:
-        """The requests of a step that decode, from the `first` on, where some may choose."""
-        host, own = self.plan_host, list(lengths[first:])
-        if host.decode is None:
-            host.counters.decode_dense += sum(length > 1 for length in own)
-            return None
+    def _chosen(self, forward_batch: Any, lengths_B: NDArray[Any], first: int, captured: bool) -> DecodeRows | None:
+        """The requests of a step that decode, from the `first` on, where some may choose or a graph reads which do. To
+        look at each request would be a part of a small model's step, for which the device waits."""
+        host, own_B, least = self.plan_host, lengths_B[first:], None
         rule = host.pays.of_decode(captured)
-        least = rule.least(own)
-        host.decode.count([range(length, length + 1) for length in own], host.counters, least)
-        if not (captured or host.decode.chooses(own, least)):
+        at = None if host.decode is None else rule.at(len(own_B))
+        if host.decode is not None and host.decode.chooses(own_B, at):
+            own: list[int] = own_B.tolist()
+            least = rule.least(own)
+            host.decode.count([range(length, length + 1) for length in own], host.counters, least)
+        else:
+            host.counters.decode_dense += int((own_B > 1).sum())  # the others are of steps that SGLang makes up
+        # A graph of so many rows, where no length pays, holds SGLang's kernel alone.
+        if host.decode is None or at is None or not (captured or host.decode.chooses(own_B, least)):
             return None
-        table_BP = self.plan_device.table(self, forward_batch, max(lengths))[first:]
+        table_BP = self.plan_device.table(self, forward_batch, int(lengths_B.max()))[first:]
         # A graph reads the lengths where it was captured.
-        lengths_B = self.forward_metadata.cache_seqlens_int32 if captured else forward_batch.seq_lens[first:].int()
+        read_B = self.forward_metadata.cache_seqlens_int32 if captured else forward_batch.seq_lens[first:].int()
         whole = bool(first) or not self.plan_device.zero_lengths
-        chosen = host.decode.begin(lengths_B, (), table_BP, None, least, None, len(own), whole)
-        # A graph of so many rows, where no length pays, holds SGLang's kernel alone; one of more rows reads zeros.
-        return None if rule.at(len(own)) is None else chosen
+        return host.decode.begin(read_B, (), table_BP, None, least, None, len(own_B), whole)
 
     def _part(self, forward_batch: Any, starts: Sequence[int], first: int, end: int) -> tuple[Any, Any]:
         """A step of the requests from the `first` to before the `end` alone, as far as attention reads it, and its
@@ -263,7 +268,8 @@ class Planned:
         part, requests, rows = copy(forward_batch), slice(first, end), slice(starts[first], starts[end])
         part.batch_size = end - first
         for name in ("req_pool_indices", "seq_lens", "extend_seq_lens", "extend_prefix_lens", "seq_lens_cpu"):
-            setattr(part, name, getattr(forward_batch, name)[requests])
+            whole = getattr(forward_batch, name)
+            setattr(part, name, None if whole is None else whole[requests])
         for name in ("extend_seq_lens_cpu", "extend_prefix_lens_cpu"):
             setattr(part, name, list(getattr(forward_batch, name))[requests])
         part.extend_num_tokens = rows.stop - rows.start

@@ -173,7 +173,7 @@ def test_a_step_that_is_captured_computes_anew_what_follows_from_its_lengths(
     """SGLang runs it before, with the same metadata: what that left behind would be constants of the graph."""
     from sglang_paged import PagedBackend
 
-    from sparsekv.runtime.core.pays import NEVER
+    from sparsekv.runtime.core.pays import Pays, Thresholds
     from sparsekv.runtime.sglang.planned_backend import OnCuda, with_methods
 
     graph, eager = (with_methods(PagedBackend(engine.runner), OnCuda) for _ in range(2))
@@ -211,7 +211,7 @@ def test_a_step_that_is_captured_computes_anew_what_follows_from_its_lengths(
     for replayed, expected in zip(again, run(eager, batch([700, 1000])), strict=True):
         assert torch.allclose(replayed, expected, atol=1e-5)
     step, dense = graph.plan_step, PagedBackend(engine.runner)
-    monkeypatch.setattr(planned.plan_host, "pays", NEVER)  # at these lengths
+    monkeypatch.setattr(planned.plan_host, "pays", Pays(decode=Thresholds((2,), (1001,))))
     graph.init_forward_metadata_out_graph(captured)
     graph.plan_step, graph.forward_metadata = step, static  # of the graph, which computes all rows dense now
     graph.init_forward_metadata_in_graph(captured)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from operators import Operators
 from plans_samples import counts
-from sglang_engine import BUDGET, SLOTS, Asked, Engine, plan_of, prompt_of
+from sglang_engine import BUDGET, LONGEST, SLOTS, Asked, Engine, plan_of, prompt_of
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.kernels.keys import FLOAT8, PLAIN, Scales
-from sparsekv.runtime.core.pays import Pays, Thresholds
+from sparsekv.runtime.core.pays import NEVER, Pays, Thresholds
 from sparsekv.runtime.core.timed_layers import Place, Timers
 
 CPU = torch.device("cpu")
@@ -119,7 +121,7 @@ def test_rows_that_are_left_are_timed_with_the_schedule_of_all(
     whole = attention(q_BHD, cache, table_BP, lengths, 0.3, None, None, PLAIN)()
     found = attention(q_BHD, cache, table_BP, lengths, 0.3, None, None, PLAIN, left_B)()
     assert torch.equal(found, whole * (left_B > 0)[:, None, None])
-    assert scheduled == [(max(lengths), lengths)] * 2
+    assert scheduled == [(LONGEST, lengths)] * 2
 
 
 def test_a_rule_is_measured_once_and_read_by_later_engines(
@@ -134,7 +136,7 @@ def test_a_rule_is_measured_once_and_read_by_later_engines(
         for launch in launches:
             launch()
         timed.append(len(launches))
-        return [2.0, *[1.0] * (len(launches) - 1)]
+        return [2e4, *[1e4] * (len(launches) - 1)]  # longer than the program takes
 
     host = paged.plan_host
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -165,3 +167,43 @@ def test_a_captured_step_of_a_size_that_never_pays_holds_sglangs_kernel_alone(
 
     assert step([900]) is None
     assert step([1, 1]).decode is not None  # later steps of this graph choose
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_steps_that_are_dense_are_sglangs_own_but_for_a_call_a_layer(
+    engine: Engine, paged: Any, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    """Chunks, a chunk beside a token, and tokens, as if these were captured."""
+    from sglang_paged import PagedBackend
+
+    host, plain, seen = paged.plan_host, PagedBackend(engine.runner), {}
+    monkeypatch.setattr(host, "pays", NEVER)
+    for backend in (paged, plain):
+        own = type(backend)
+
+        def begin(batch: Any, backend: Any = backend, own: Any = own) -> None:
+            decodes = captured and batch.forward_mode.is_decode()
+            (own.init_forward_metadata_out_graph if decodes else own.init_forward_metadata)(backend, batch)
+
+        monkeypatch.setattr(backend, "init_forward_metadata", begin, raising=False)
+        for _ in range(2):
+            engine.use(backend)
+            with Operators() as seen[backend]:
+                sys.setprofile(seen[backend].called)
+                try:
+                    engine.answer([Asked(prompt_of(n), 12, at=n // 400, with_logprobs=False) for n in (300, 1100)])
+                finally:
+                    sys.setprofile(None)
+    calls, more = seen[paged].calls, seen[paged].counts - seen[plain].counts
+    layers, steps = len(host.program.layers), calls["Planned._begin"]
+    assert set(more) <= {f"aten.{name}.default" for name in ("resolve_conj", "resolve_neg", "detach")}  # on the host
+    assert more.total() <= 3 * steps
+    assert not seen[plain].counts - seen[paged].counts
+    assert engine.mixed
+    assert calls["Planned.forward_extend"] + calls["Planned.forward_decode"] == layers * steps
+    others = {name: count for name, count in calls.items() if not name.startswith("Planned.forward_")}
+    assert max(others.values()) < 2 * steps
+    assert not {"DecodeHost.begin", "DecodeHost.count", "Thresholds.least"} & others.keys()
+    counted = host.counters.read()
+    assert (counted.decode_sparse, counted.sparse_tokens, counted.dense_tokens) == (0, 0, 2 * 1400)
+    assert counted.decode_dense == 2 * 22

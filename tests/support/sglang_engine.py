@@ -55,8 +55,7 @@ class Asked:
 
 def plan_of(backend: Any) -> dict[str, Any]:
     """The attributes by which a backend has a plan, for another one."""
-    own = {name: value for name, value in vars(backend).items() if name.startswith("plan_") and name != "plan_step"}
-    return own | {"needs_cpu_seq_lens": backend.needs_cpu_seq_lens}
+    return {name: value for name, value in vars(backend).items() if name.startswith("plan_") and name != "plan_step"}
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang_engine import LONGEST
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -55,6 +56,7 @@ def attend(
 class PagedBackend(TorchNativeAttnBackend):
     flash_attn_with_kvcache = staticmethod(attend)
     num_splits, fa_impl_ver = 0, 3
+    max_context_len = LONGEST
 
     def _compute_scheduler_metadata(self, requests: int, longest: int, lengths_B: Any, starts: Any) -> None:
         assert (requests, starts.tolist()) == (len(lengths_B), list(range(requests + 1)))

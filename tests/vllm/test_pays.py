@@ -2,7 +2,6 @@
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from operators import Operators
 from plans_samples import counts
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_engine import BUDGET, CROSSOVER, NEW, Oracle, generate, make_engine, same
 from vllm_replay import plan_host_of
 
@@ -76,23 +75,6 @@ def test_a_report_tells_no_token_of_the_step_that_begins(
     monkeypatch.setattr(host, "report", report)
     generate(engine, [prompts[200], prompts[1100]])
     assert told >= {(True, True), (False, True)}
-
-
-class Operators(TorchDispatchMode):
-    """Counts tensor operators, and calls of our own functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts, self.calls = Counter[str](), Counter[str]()
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(operator)] += 1
-        return operator(*args, **(kwargs or {}))
-
-    def called(self, frame: Any, event: str, called: Any) -> None:
-        if event in ("call", "c_call") and frame.f_globals.get("__name__", "").startswith("sparsekv."):
-            name = frame.f_code.co_qualname  # operators of a layer are in one of vLLM's, where none is seen
-            self.calls[name if event == "call" else f"{name}: {called.__name__}"] += 1
 
 
 @pytest.mark.parametrize("captures", [False, True])
