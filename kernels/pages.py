@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.triton_support import quick
+from sparsekv.kernels.triton_support import UNALIGNED, quick
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _AT_ONCE = 128  # tokens of a page, or of several small ones
@@ -50,7 +50,7 @@ def copy_pages(
 
 
 @quick
-@triton.jit(do_not_specialize=["length", "entries"], do_not_specialize_on_alignment=["table_ptr"])
+@triton.jit(do_not_specialize=["length", "entries"], do_not_specialize_on_alignment=UNALIGNED)
 @no_type_check
 def _copy_kernel(
     k_ptr, v_ptr, table_ptr, k_out_ptr, v_out_ptr, k_stride_N, k_stride_G, k_stride_S,
@@ -106,7 +106,7 @@ def move_rows(keys: Pair, rows_gR: torch.Tensor, pages: Pair, table_P: torch.Ten
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["row_stride", "length", "count", "first"], do_not_specialize_on_alignment=["table_ptr"])
+@triton.jit(do_not_specialize=["row_stride", "length", "count", "first"], do_not_specialize_on_alignment=UNALIGNED)
 @no_type_check
 def _move_kernel(
     k_in_ptr, v_in_ptr, rows_ptr, k_ptr, v_ptr, table_ptr, k_stride_N, k_stride_G, k_stride_S,

@@ -17,6 +17,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsekv.plans.errors import BackendError, ShapeError
 
+# Numbers and tables of rows, which are parts of others and so begin anywhere, or stand for what is not there. Kernels
+# read them one by one, or from an offset that the device alone knows: to compile for their alignment gains nothing.
+UNALIGNED = [
+    *("lengths_ptr", "length_ptr", "starts_ptr", "counts_ptr", "new_ptr", "owners_ptr", "where_ptr", "table_ptr"),
+    *("chosen_ptr", "logits_ptr", "scores_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr", "q_scale_ptr"),
+]
 SMALLEST_HEAD, LARGEST_HEAD = 16, 512
 # Offsets inside a block are 32-bit numbers: 128 rows of this stride stay below 2 ** 31.
 LONGEST_ROW_STRIDE = 1 << 23

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.triton_support import overlap, overlaps_launches
+from sparsekv.kernels.triton_support import UNALIGNED, overlap, overlaps_launches
 
 _DIGITS = tl.constexpr(1024)
 _STATE = tl.constexpr(8)  # of a row: programs that came in each pass, the key found so far, tokens wanted at it
@@ -70,7 +70,7 @@ def _keys(scores_ptr, tokens, began, length, sink, recent, BLOCK_N: tl.constexpr
 
 
 @no_type_check
-@triton.jit(do_not_specialize=["tokens", "sink", "recent"])
+@triton.jit(do_not_specialize=["tokens", "sink", "recent"], do_not_specialize_on_alignment=UNALIGNED)
 def digit_kernel(
     scores_ptr, starts_ptr, lengths_ptr, counts_ptr, digits_ptr, state_ptr, tokens, sink, recent,
     PASS: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
@@ -114,7 +114,7 @@ def digit_kernel(
 
 
 @no_type_check
-@triton.jit(do_not_specialize=["tokens", "sink", "recent"])
+@triton.jit(do_not_specialize=["tokens", "sink", "recent"], do_not_specialize_on_alignment=UNALIGNED)
 def count_kernel(
     scores_ptr, starts_ptr, lengths_ptr, counts_ptr, digits_ptr, state_ptr, found_ptr, tokens, sink, recent,
     BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
@@ -137,7 +137,7 @@ def count_kernel(
 
 
 @no_type_check
-@triton.jit(do_not_specialize=["tokens", "sink", "recent", "most"])
+@triton.jit(do_not_specialize=["tokens", "sink", "recent", "most"], do_not_specialize_on_alignment=UNALIGNED)
 def list_kernel(
     scores_ptr, starts_ptr, lengths_ptr, counts_ptr, digits_ptr, state_ptr, found_ptr, chosen_ptr, tokens, sink, recent,
     most, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,

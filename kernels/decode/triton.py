@@ -23,7 +23,7 @@ import triton.language as tl
 from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import AttentionOutput
-from sparsekv.kernels.triton_support import overlap, overlaps_launches, soft_cap
+from sparsekv.kernels.triton_support import UNALIGNED, overlap, overlaps_launches, soft_cap
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 128  # what one program of the merge holds at once
@@ -238,7 +238,10 @@ def _add_tokens(
 
 # Numbers that may change from step to step are not specialised on: no step may compile the kernel again.
 @no_type_check
-@triton.jit(do_not_specialize=["table_stride", "sink", "recent", "window", "kv_heads", "logits_stride_H"])
+@triton.jit(
+    do_not_specialize=["table_stride", "sink", "recent", "window", "kv_heads", "logits_stride_H"],
+    do_not_specialize_on_alignment=UNALIGNED,
+)
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, part_ptr, part_lse_ptr, lengths_ptr, where_ptr, table_ptr, table_stride, owners_ptr,
     chosen_ptr, counts_ptr, chosen_stride_B, chosen_stride_G, sink, recent,
@@ -373,7 +376,7 @@ def decode_kernel(
 
 
 @no_type_check
-@triton.jit(do_not_specialize=["splits", "heads"])
+@triton.jit(do_not_specialize=["splits", "heads"], do_not_specialize_on_alignment=UNALIGNED)
 def merge_kernel(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, lengths_ptr, sinks_ptr, out_stride_B, out_stride_H, heads, splits,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, WANT_LSE: tl.constexpr, ATTENDS: tl.constexpr,
@@ -418,7 +421,7 @@ def merge_kernel(
 
 
 @no_type_check
-@triton.jit(do_not_specialize=["tokens", "heads"])
+@triton.jit(do_not_specialize=["tokens", "heads"], do_not_specialize_on_alignment=UNALIGNED)
 def score_kernel(
     logits_ptr, lse_ptr, scores_ptr, starts_ptr, lengths_ptr, tokens, heads,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 
 from sparsekv.kernels.backends import Fallback, is_backend_failure
 from sparsekv.kernels.keys import FLOAT8, KeyView, Scales, Softmax, full_view
-from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.patterns import TileShape
+from sparsekv.kernels.tiles import LEAST_SAMPLED, SAMPLED_PART, Chunk
+from sparsekv.plans.patterns import TileShape, VerticalSlash
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
@@ -205,19 +206,25 @@ class PlanHost:
         return out_BHTD[0].transpose(0, 1)
 
     def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor, softmax: Softmax, scale: float) -> None:
-        """Runs a layer on a chunk of these queries, as many as a step can have, at the end of the longest request:
-        kernels are compiled before anybody waits for them, and the engine measures the memory that they take. Families
-        of patterns that were seen before, over heads of this number and size, are skipped."""
-        for length in sorted({min(bound, self.longest) for bound in (*layer.bounds, self.longest)}, reverse=True):
-            rows = min(len(q_THD), length)
-            chunk = Chunk.uniform(1, length - rows, length)
-            patterns = layer.patterns_at(length)
-            launched = frozenset(pattern.pattern for pattern in patterns), layer.kv_heads, *q_THD.shape[1:]
-            if not patterns or launched in self._warm:
-                continue
-            self._warm.add(launched)
-            keys = replace(self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], length), softmax=softmax)
-            self.prefill(layer, q_THD[:rows], keys, chunk, 1.0, counted=False)
+        """Runs a layer on chunks of these queries, as many as a step can have and fewer, at both ends of each bucket:
+        kernels are compiled before anybody waits for them, and the engine measures the memory that they take. What was
+        compiled before is skipped: families of patterns, about as many sampled queries, heads of this number and size,
+        within a window or without."""
+        most, fewest = len(q_THD), SAMPLED_PART * LEAST_SAMPLED  # behind a longer past fewer rows sample no fewer
+        bounds = {0, self.longest, *(bound for bound in (*layer.bounds, layer.window or 0) if bound < self.longest)}
+        for before, end in reversed(tuple(pairwise(sorted(bounds)))):
+            behind = ((min(rows, end // 2), end) for rows in (2 * fewest, fewest))
+            for wanted, length in ((most, end), (most, min(end, max(before + 1, most))), *behind):
+                rows, patterns = min(wanted, most, length), layer.patterns_at(length)
+                chunk = Chunk.uniform(1, length - rows, length)
+                lines = (pattern.last_q for pattern in patterns if isinstance(pattern, VerticalSlash))
+                (sampled,) = chunk.sampled(max(lines, default=1))
+                kind = frozenset(pattern.pattern for pattern in patterns), (sampled - 1).bit_length()
+                launched = *kind, layer.window and layer.window < length, layer.kv_heads, *q_THD.shape[1:]
+                if patterns and launched not in self._warm:
+                    self._warm.add(launched)
+                    keys = replace(self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], length), softmax=softmax)
+                    self.prefill(layer, q_THD[:rows], keys, chunk, 1.0, counted=False)
 
     def _count_failure(self, error: Exception) -> bool:
         """Counts a chunk that runs dense as its backend failed; whether the error is the first of its kind."""

@@ -132,11 +132,13 @@ class DecodeHost:
         self, layers: Sequence[LayerProgram], pages: tuple[torch.Tensor, torch.Tensor], longest: int,
         softmax: Softmax = PLAIN, scales: Scales | None = None,
     ) -> None:  # fmt: skip
-        """Runs layers over rows without tokens, at every number of rows that kernels are compiled for."""
+        """Runs layers over rows without tokens, at every number of rows that kernels are compiled for: powers of two,
+        and one between, as the splits of a row may halve twice from one to the next."""
         page, size = pages[0].shape[2:]
         most, out_dtype = len(self._lengths_R), pages[0].dtype if scales is None else scales.dtype
         q_dtype = out_dtype if scales is None or scales.q_G is None else FLOAT8
-        for rows in sorted({*(1 << power for power in range(most.bit_length())), most}):
+        sizes = {rows << power for power in range(most.bit_length()) for rows in (1, 3)}
+        for rows in sorted({min(rows, most) for rows in sizes}):
             table_BP = self._lengths_R.new_zeros((1, -(-longest // page))).expand(rows, -1)
             starts_X = torch.arange(rows + 1, dtype=torch.int32, device=table_BP.device) if self._queries > 1 else None
             step = self.begin(self._lengths_R.new_zeros(rows), (), table_BP, None, 0, starts_X, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -124,6 +124,8 @@ def _started(path: Path, backend: Any, runner: Any) -> ServedPlan:
             PlanWarning,
             stacklevel=2,
         )
+    # What would run the plan wrongly, or nobody tried.
+    refused = {**_of_model(plan, runner), **_of_settings(settings, runner, cache)}
     able = Host(
         "SGLang",
         older_queries=False,
@@ -131,7 +133,7 @@ def _started(path: Path, backend: Any, runner: Any) -> ServedPlan:
         evicts=False,
         is_engine=True,
         ranks=engine.rank.count,
-        obstacles=tuple(_obstacles(plan, settings, runner, cache)),
+        obstacles=tuple(sentence for sentence, holds in refused.items() if holds),
         way_out="Change these settings, make another plan, or run dense: move the plan away from the model's folder.",
     )
     if settings.speculative_algorithm is not None and segments_of(plan):
@@ -139,12 +141,6 @@ def _started(path: Path, backend: Any, runner: Any) -> ServedPlan:
     host = start(ServedPlan, plan, path, engine, Wanted(able), _gather)
     host.float8, host.step = engine.float8, engine.step
     return host
-
-
-def _obstacles(plan: Plan, settings: Any, runner: Any, cache: str) -> Iterator[str]:
-    """Each setting that would run the plan wrongly, or that nobody tried."""
-    refused = {**_of_model(plan, runner), **_of_settings(settings, runner, cache)}
-    return (sentence for sentence, holds in refused.items() if holds)
 
 
 def _of_model(plan: Plan, runner: Any) -> dict[str, object]:

@@ -116,12 +116,6 @@ class PlannedLayer:
     softmax: Softmax
     scales: Scales | None = None  # of a cache in 8 bits
 
-    def with_sinks(self, sinks_H: torch.Tensor | None) -> PlannedLayer:
-        """The layer with the sinks that its model hands over in each step: the same object at every call."""
-        if sinks_H is not None and self.softmax.sinks_H is not sinks_H:
-            self.softmax = replace(self.softmax, sinks_H=sinks_H)
-        return self
-
 
 class Planned:
     """Methods of a backend with a plan, before those of its own class."""
@@ -173,7 +167,8 @@ class Planned:
         done = self.plan_host.attend_chunks(planned.program, given, step.prefill, out_THD)
         if decode is not None:
             first = len(step.starts) - 1 - len(decode.requests)
-            self._attend(planned, decode, q_THD[step.starts[first] :], layer, out_THD[step.starts[first] :])
+            own = slice(step.starts[first], None)
+            decode.attend(planned.program, q_THD[own], given.pages, out_THD[own], *by)
             done |= set(range(first, len(step.starts) - 1))
         for rest in step.rest(done):
             batch, metadata = rest.metadata
@@ -201,7 +196,8 @@ class Planned:
             with self._given(rest):
                 attended = dense(q, k, v, layer, forward_batch, save_kv_cache, **others)
             out_BHD = attended.view(q_BHD.shape)
-        self._attend(planned, decode, q_BHD, layer, out_BHD)
+        by = planned.scale, planned.softmax, planned.scales
+        decode.attend(planned.program, q_BHD, self.pages(layer), out_BHD, *by)
         return out_BHD.flatten(1)
 
     # --- what a step is ---
@@ -209,37 +205,31 @@ class Planned:
     def _begin(self, forward_batch: Any, captured: bool) -> StepRows | None:
         """The rows of a step that the layers compute; None where all of it is SGLang's: rows that verify a draft,
         prompts that it makes up to warm up or to capture, and steps without any."""
-        mode = forward_batch.forward_mode
+        mode, host = forward_batch.forward_mode, self.plan_host
         if mode.is_decode():
-            return self._begin_decode(forward_batch, captured)
+            host.report(False)
+            known = forward_batch.seq_lens_cpu  # None where SGLang makes up a step
+            lengths_B = (forward_batch.seq_lens.cpu() if known is None else known).numpy()
+            chosen = self._chosen(forward_batch, lengths_B, 0, captured)
+            return None if chosen is None else StepRows((0,), (), chosen.table_BP, lambda first, end: None, chosen)
         if captured or forward_batch.rids is None or not (mode.is_mixed() or mode.name == "EXTEND"):
             return None
         rows, pasts = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
         starts = tuple(accumulate(rows, initial=0))
         lengths = [past + count for past, count in zip(pasts, rows, strict=True)]
-        host, batch = self.plan_host, len(rows)
-        prefill = prefill_rows(starts, lengths, [False] * batch)
-        self.plan_host.report(bool(prefill))  # of the steps before: the layers of this one have not run yet
+        prefill = prefill_rows(starts, lengths, [False] * len(rows))
+        host.report(bool(prefill))  # of the steps before: the layers of this one have not run yet
         paying = host.paying(prefill)
         for chunk in [chunk for chunk in prefill if chunk not in paying]:
             host.count_dense(self.plan_dense, chunk.chunk)
         # A mixed step has the requests that decode behind its prompts. SGLang's runner calls it a step of prompts by
         # now, and nothing tells the single row of the last prompt from theirs.
         decoding = sum(1 for _ in takewhile(lambda count: count == 1, reversed(rows))) if self.plan_mixes else 0
-        chosen = self._chosen(forward_batch, np.array(lengths), batch - decoding, captured) if decoding else None
+        chosen = self._chosen(forward_batch, np.array(lengths), len(rows) - decoding, captured) if decoding else None
         if not paying and chosen is None:
             return None
         table_BP = self.plan_device.table(self, forward_batch, max(lengths))
-        return StepRows(
-            starts, paying, table_BP, lambda first, end: self._part(forward_batch, starts, first, end), chosen
-        )
-
-    def _begin_decode(self, forward_batch: Any, captured: bool) -> StepRows | None:
-        self.plan_host.report(False)
-        known = forward_batch.seq_lens_cpu  # None where SGLang makes up a step
-        lengths_B = (forward_batch.seq_lens.cpu() if known is None else known).numpy()
-        chosen = self._chosen(forward_batch, lengths_B, 0, captured)
-        return None if chosen is None else StepRows((0,), (), chosen.table_BP, lambda first, end: None, chosen)
+        return StepRows(starts, paying, table_BP, partial(self._part, forward_batch, starts), chosen)
 
     def _chosen(self, forward_batch: Any, lengths_B: NDArray[Any], first: int, captured: bool) -> DecodeRows | None:
         """The requests of a step that decode, from the `first` on, where some may choose or a graph reads which do. To
@@ -284,7 +274,10 @@ class Planned:
         planned = self.plan_layers.get(layer.layer_id)
         if planned is None or any(value is not None for name, value in others.items() if name != "sinks"):
             return None
-        return planned.with_sinks(others.get("sinks"))
+        sinks_H = others.get("sinks")  # the same object in each step
+        if sinks_H is not None and planned.softmax.sinks_H is not sinks_H:
+            planned.softmax = replace(planned.softmax, sinks_H=sinks_H)
+        return planned
 
     @contextmanager
     def _given(self, metadata: Any) -> Iterator[None]:
@@ -306,12 +299,6 @@ class Planned:
             for x in (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
         )
         return k_NGSD, v_NGSD
-
-    def _attend(
-        self, planned: PlannedLayer, decode: DecodeRows, q_BHD: torch.Tensor, layer: Any, out_BHD: torch.Tensor
-    ) -> None:
-        pages = self.pages(layer)
-        decode.attend(planned.program, q_BHD, pages, out_BHD, planned.scale, planned.softmax, planned.scales)
 
 
 def with_methods(backend: Any, device: Any) -> Any:
