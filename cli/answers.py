@@ -18,13 +18,7 @@ from sparsekv.plans.types import MAX_LENGTH, KVDtype, format_bytes
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import attending
 from sparsekv.runtime.hf.describe import config_of
-from sparsekv.runtime.hf.generate import (
-    Generation,
-    Sampling,
-    encode_prompt,
-    generate_stream,
-    room_for_answer,
-)
+from sparsekv.runtime.hf.generate import Generation, Sampling, encode_prompt, generate_stream, room_for_answer
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.placement import OffloadMode
 from sparsekv.runtime.model_config import dtype_name

@@ -41,8 +41,7 @@ _KERNEL_LENGTHS = {"cuda": (8192, 32768, 131072), "cpu": (4096, 8192)}
 class KernelFlags(Timed, Output):
     lengths: BenchLengths = ()
     density: Annotated[
-        Shares,
-        Flag("Densities to plant structure at, such as 5% or 0.05,0.2; by default 0.05.", metavar="SHARES"),
+        Shares, Flag("Densities to plant structure at, such as 5% or 0.05,0.2; by default 0.05.", metavar="SHARES")
     ] = (0.05,)
     patterns: Names = ("mixed", "vertical_slash")  # several joined by +, or mixed: all that can be planted
     backend: Names = ()  # all that can run
@@ -109,8 +108,7 @@ _ACCEPTED = 0.975
 
 class HeadlineFlags(Timed, Output):
     model: Annotated[
-        str,
-        Flag("Alias, hub id, folder or GGUF file; llama3-8b by default.", metavar="MODEL", is_argument=True),
+        str, Flag("Alias, hub id, folder or GGUF file; llama3-8b by default.", metavar="MODEL", is_argument=True)
     ] = "llama3-8b"
     lengths: BenchLengths = ()
 

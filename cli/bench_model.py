@@ -184,8 +184,7 @@ class DecodeFlags(Benched, HandDecode, Timed, Output):
     unread: ClassVar[tuple[Unread, ...]] = ()
 
     lengths: Annotated[
-        Lengths,
-        Flag("Cached tokens a row, such as 8k,512k; by default as fits model and device.", *LENGTHS),
+        Lengths, Flag("Cached tokens a row, such as 8k,512k; by default as fits model and device.", *LENGTHS)
     ] = ()
     batch: Annotated[Counts, Flag("Rows decoded at once, such as 1,4; 1 by default.", metavar="LIST")] = (1,)
     exact: bool = False  # also tokens that the plan drafts and dense attention checks
@@ -260,8 +259,7 @@ class ServeFlags(Benched, HandPrefill, HandDecode, Timed, Output):
     )
 
     lengths: Annotated[
-        Lengths,
-        Flag("Tokens of a prompt, such as 4k,32k; by default as fits the device.", *LENGTHS),
+        Lengths, Flag("Tokens of a prompt, such as 4k,32k; by default as fits the device.", *LENGTHS)
     ] = ()
     at_once: Annotated[
         Counts, Flag("Requests that the engine has at a time, each a row; 1 by default.", metavar="LIST")

@@ -34,8 +34,7 @@ def import_settings(
         typer.Option("--model", "-m", metavar="NAME", help="The model, of which config.json is read; or a plan of it."),
     ],
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Where the plan goes; as of `plan` by default."),
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Where the plan goes; as of `plan` by default.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the plan that is there.")] = False,
     kind: Annotated[

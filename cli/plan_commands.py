@@ -55,9 +55,7 @@ def report(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="FILE",
-            help="Its profile, and what `compare`, `eval` and `bench own` wrote.",
-            show_default=False,
+            metavar="FILE", help="Its profile, and what `compare`, `eval` and `bench own` wrote.", show_default=False
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the page goes.")] = Path(

@@ -245,7 +245,5 @@ def _check_same_weights(plan: Plan, model: ModelInfo) -> None:
 
 
 app = commands.app(
-    verify,
-    "sparsekv verify ./my-model --write",
-    "sparsekv verify --plan plan.yaml --verify full --full",
+    verify, "sparsekv verify ./my-model --write", "sparsekv verify --plan plan.yaml --verify full --full"
 )

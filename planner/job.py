@@ -20,15 +20,7 @@ from sparsekv.planner.evaluation.batches import batches, prompt_step
 from sparsekv.planner.evaluation.given import HeldOut
 from sparsekv.planner.evaluation.predictions import answered, prefill
 from sparsekv.planner.filter_layers import check_filters
-from sparsekv.planner.options import (
-    KNOWN_FAMILIES,
-    DecodeSearch,
-    PlanOptions,
-    Search,
-    Settled,
-    set_aside,
-    settle,
-)
+from sparsekv.planner.options import KNOWN_FAMILIES, DecodeSearch, PlanOptions, Search, Settled, set_aside, settle
 from sparsekv.planner.prices import HeadShape
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, held_out
 from sparsekv.planner.profile.profile_data import Profile, check_model, for_profile
@@ -93,10 +85,7 @@ class Job:
 
 
 def job_of(
-    loaded: LoadedModel,
-    options: PlanOptions,
-    profile: Profile | None = None,
-    progress: Progress | None = None,
+    loaded: LoadedModel, options: PlanOptions, profile: Profile | None = None, progress: Progress | None = None
 ) -> Job:
     _check_sharing(loaded.info, options)
     if profile is not None:

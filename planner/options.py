@@ -363,10 +363,7 @@ def density_for(length: int) -> float:
 
 _ROUNDED = 1.0001  # a density that is the least but for rounding is the least
 # Heads end between a fraction of the mean and several times as much. On a CPU each level takes half a minute.
-_LEVELS = {
-    "cpu": (0.4, 0.7, 1.1, 1.8),
-    "cuda": (0.125, 0.17, 0.22, 0.3, 0.4, 0.54, 0.73, 1.0, 1.3, 1.7, 2.2, 2.9),
-}
+_LEVELS = {"cpu": (0.4, 0.7, 1.1, 1.8), "cuda": (0.125, 0.17, 0.22, 0.3, 0.4, 0.54, 0.73, 1.0, 1.3, 1.7, 2.2, 2.9)}
 _ROUNDS = {"cuda": 1}  # of refinement
 # Up to the last, or up to the model's own context where that is shorter. On a CPU 32K tokens take hours to profile.
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}

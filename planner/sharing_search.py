@@ -26,12 +26,7 @@ from sparsekv.planner.evaluation.predictions import divergence, prefill
 from sparsekv.planner.job import Job
 from sparsekv.planner.options import Settled
 from sparsekv.planner.prices import Floats
-from sparsekv.planner.profile.calibration import (
-    CalibrationPrompt,
-    digest_of_calibration,
-    mix_of,
-    over_prompts,
-)
+from sparsekv.planner.profile.calibration import CalibrationPrompt, digest_of_calibration, mix_of, over_prompts
 from sparsekv.planner.progress import Progress, StageStep
 from sparsekv.planner.records import versions
 from sparsekv.plans.errors import UsageError

@@ -50,18 +50,14 @@ def dense_attention(
     if chunk.longest > k_BGKD.shape[2]:
         raise ShapeError(f"the chunk's longest row has {chunk.longest} keys, k holds {k_BGKD.shape[2]}")
     past, length = chunk.past[0], chunk.lengths[0]
-    if window is not None and window >= chunk.longest:
-        window = None
     same = len(set(chunk.past)) == 1 and len(set(chunk.lengths)) == 1
     if same and length - past == q_BHSD.shape[2]:
-        if length < k_BGKD.shape[2]:
-            k_BGKD, v_BGKD = k_BGKD[:, :, :length], v_BGKD[:, :, :length]
-        return AttentionOutput(_same_length(q_BHSD, k_BGKD, v_BGKD, scale, window), None)
+        return AttentionOutput(attend_last_rows(q_BHSD, k_BGKD, v_BGKD, length, scale, window), None)
     out_BHSD = torch.zeros_like(q_BHSD)
     for b, (past, length) in enumerate(zip(chunk.past, chunk.lengths, strict=True)):
         row, rows = slice(b, b + 1), slice(0, length - past)
-        k_1GKD, v_1GKD = k_BGKD[row, :, :length], v_BGKD[row, :, :length]
-        out_BHSD[row, :, rows] = _same_length(q_BHSD[row, :, rows], k_1GKD, v_1GKD, scale, window)
+        new_1HSD = q_BHSD[row, :, rows]
+        out_BHSD[row, :, rows] = attend_last_rows(new_1HSD, k_BGKD[row], v_BGKD[row], length, scale, window)
     return AttentionOutput(out_BHSD, None)
 
 
@@ -74,11 +70,15 @@ def attend_newest(
     return _plain(q_BH1D, k_BGKD[:, :, first:], v_BGKD[:, :, first:], scale)
 
 
-def _same_length(
-    q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, scale: float, window: int | None
+def attend_last_rows(
+    q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, K: int, scale: float, window: int | None
 ) -> torch.Tensor:
-    """Batch rows of one past and length: S real rows that end at key K."""
-    S, K = q_BHSD.shape[2], k_BGKD.shape[2]
+    """Batch rows of one past and length: S real rows that end at key K. Nothing is checked."""
+    S = q_BHSD.shape[2]
+    if k_BGKD.shape[2] > K:
+        k_BGKD, v_BGKD = k_BGKD[:, :, :K], v_BGKD[:, :, :K]
+    if window is not None and window >= K:
+        window = None
     if S == 0:
         return torch.empty_like(q_BHSD)
     if S == 1:
@@ -112,8 +112,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def _whole_prompt(q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor, scale: float) -> torch.Tensor:
     """Queries and keys are the same tokens, so torch's own causal flag means what it should."""
-    hopper = _flash_runs(q_BHSD) and _capability(q_BHSD.device) >= (9, 0)
-    if not hopper or q_BHSD.shape[2] < CUDNN_ROWS:
+    if q_BHSD.shape[2] < CUDNN_ROWS or not _flash_runs(q_BHSD) or _capability(q_BHSD.device) < (9, 0):
         return _plain(q_BHSD, k_BHSD, v_BHSD, scale, is_causal=True)
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
         return _plain(q_BHSD, k_BHSD, v_BHSD, scale, is_causal=True)

@@ -14,16 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv.planner.tasks.documents import (
-    ChatFrame,
-    DocumentRequest,
-    Draws,
-    Kit,
-    Query,
-    Sample,
-    Task,
-    Turn,
-)
+from sparsekv.planner.tasks.documents import ChatFrame, DocumentRequest, Draws, Kit, Query, Sample, Task, Turn
 from sparsekv.planner.tasks.quotes import Perplexity, Quote
 from sparsekv.planner.tasks.retrieval import (
     KvRetrieval,
@@ -40,10 +31,7 @@ from sparsekv.planner.tasks.text import Corpus, Filler, Ids, PieceEncoder, Split
 __all__ = ["Kit", "PieceEncoder", "Sample", "Split", "TaskError"]  # beside the names below
 
 # Any language model can answer these: it copies what stood before.
-_QUOTES: tuple[Task, ...] = (
-    Quote("quote_text", prose=True),
-    Quote("quote_code", prose=False),
-)
+_QUOTES: tuple[Task, ...] = (Quote("quote_text", prose=True), Quote("quote_code", prose=False))
 _RETRIEVAL: tuple[Task, ...] = (
     Niah("niah_single", needles=1, tokens_per_needle=0),
     Niah("niah_multikey", needles=8, tokens_per_needle=2048),

@@ -78,11 +78,7 @@ def write_list(plan: Plan) -> Exported:
     tokens = max((segment.budget.most for segment in segments), default=1)
     if any(segment.budget.tokens is None for segment in segments) or len({one.budget for one in segments}) > 1:
         lost.append(f"`{_OF_SEGMENTS}.budget`: by segment or as a share: it has one, of {tokens} tokens")
-    data = {
-        "sparse_method": "omnikv",
-        "full_attention_layers": ",".join(map(str, dense)),
-        "decode_keep_tokens": tokens,
-    }
+    data = {"sparse_method": "omnikv", "full_attention_layers": ",".join(map(str, dense)), "decode_keep_tokens": tokens}
     return Exported(as_json(data), tuple(lost))
 
 

@@ -5,19 +5,50 @@ Shapes: B batch, H query heads, G KV heads, S queries, K keys, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from sparsekv.kernels.backends import Fallback, dense_by_flash, dense_by_triton, dense_prefill, prefill_attention
 from sparsekv.kernels.index.build import BuilderName, build_index
 from sparsekv.kernels.keys import PLAIN, KeyView
-from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.kernels.prefill.dense import attend_last_rows, dense_attention
 from sparsekv.kernels.tiles import Chunk, TileIndex, spent_tiles
 from sparsekv.plans.errors import ShapeError
 from sparsekv.plans.patterns import Dense
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.stats import Meter
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayers:
+    """Layers in which a chunk's rows, all of one past and length, attend to everything before them and nothing else is
+    to be done: that is decided once for all of them. Of short prompts the device waits for the host."""
+
+    layers: Mapping[int, LayerProgram]
+    tiles: Mapping[int | None, int]  # causal ones of a head, by the layer's own window
+    chunk: Chunk
+    fallback: Fallback
+    meter: Meter
+    by_torch: dict[int, bool] = field(default_factory=dict)  # by head size
+
+    def attend(
+        self, layer: int, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """As `prefill`, of keys with the chunk's included."""
+        program, size = self.layers[layer], q_BHSD.shape[3]
+        self.meter.add_dense_prefill(program.heads * self.tiles[program.window])
+        if size not in self.by_torch:
+            self.by_torch[size] = not (
+                dense_by_triton(q_BHSD, backend=self.fallback.backend)
+                or dense_by_flash(q_BHSD, k_BGKD, v_BGKD, self.chunk, backend=self.fallback.backend)
+            )
+        if self.by_torch[size]:
+            return attend_last_rows(q_BHSD, k_BGKD, v_BGKD, self.chunk.lengths[0], scale, program.window)
+        return _attend_dense(program, q_BHSD, k_BGKD, v_BGKD, self.chunk, scale, self.fallback)
 
 
 def prefill(
@@ -80,19 +111,8 @@ def _attend(
         meter.add_dense_prefill(causal)
         return _attend_dense(layer, q_BHSD, k_BGKD, v_BGKD, chunk, scale, fallback)
     patterns = patterns or (Dense(),) * layer.heads  # dense kernels know no other softmax
-    softmax = keys.softmax
-    build = partial(
-        build_index,
-        patterns,
-        q_BHSD,
-        k_BGKD,
-        chunk,
-        layer.tile,
-        scale=scale,
-        window=window,
-        softmax=softmax,
-        layer=layer.layer,
-    )
+    how: dict[str, Any] = {"scale": scale, "window": window, "softmax": keys.softmax}
+    build = partial(build_index, patterns, q_BHSD, k_BGKD, chunk, layer.tile, layer=layer.layer, **how)
 
     def build_and_count(builder: BuilderName) -> tuple[TileIndex, torch.Tensor]:
         index = build(builder=builder)
@@ -100,9 +120,7 @@ def _attend(
 
     index, spent_BH = fallback.build(build_and_count, q_BHSD.device)
     meter.add_sparse_prefill(spent_BH, causal)
-    attend = partial(
-        prefill_attention, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, softmax=softmax
-    )
+    attend = partial(prefill_attention, q_BHSD, k_BGKD, v_BGKD, index, chunk, **how)
     return fallback.run(lambda backend: attend(backend=backend), q_BHSD, layer.tile).out_BHSD
 
 

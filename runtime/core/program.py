@@ -129,7 +129,7 @@ class Program:
         layers = (replace(layer, role=DENSE) if layer.role.is_sparse else layer for layer in self.layers)
         return replace(self, layers=tuple(layers))
 
-    @property
+    @cached_property
     def segments(self) -> tuple[SegmentProgram, ...]:
         return tuple(layer.role.filters for layer in self.layers if layer.role.filters is not None)
 
@@ -144,11 +144,11 @@ class Program:
     def decode_bounds(self) -> tuple[int, ...]:
         return self.segments[0].bounds if self.segments else ()
 
-    @property
+    @cached_property
     def evicting(self) -> tuple[int, ...]:
         return tuple(layer.layer for layer in self.layers if layer.role.evicts is not None)
 
-    @property
+    @cached_property
     def sparse(self) -> tuple[LayerProgram, ...]:
         """The layers whose decode steps leave out cached tokens, or choose them for others."""
         return tuple(layer for layer in self.layers if layer.role.is_sparse)

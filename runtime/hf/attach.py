@@ -363,10 +363,12 @@ class Attached:
         numbered = rows is not None or inputs.get("position_ids") is not None
         if columns is not None and not numbered:
             inputs |= position_inputs(config.model_type, past, new, columns.given.device)
+        dense = None
         if cache is not None and columns is not None:
             more = [new] * len(columns.cached) if rows is None else [row.stop - row.start for row in rows]
-            self._engine.begin(cache, phase, tuple(map(int.__add__, columns.cached, more)), columns.given.device)
-        return Pass(self._engine, phase, cache, self.shapes, new_B=new_B, ends_prompt=ends, rows=rows)
+            after = tuple(map(int.__add__, columns.cached, more))
+            dense = self._engine.begin(cache, phase, after, columns.given.device)
+        return Pass(self._engine, phase, cache, self.shapes, new_B=new_B, ends_prompt=ends, rows=rows, dense=dense)
 
 
 def _restore(module: nn.Module, name: str, value: Any, former: Any) -> None:

@@ -25,7 +25,7 @@ from sparsekv.kernels.keys import PLAIN, KeyView, Softmax
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.model import AttentionGroup
-from sparsekv.runtime.core.prefill import prefill
+from sparsekv.runtime.core.prefill import DenseLayers, prefill
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.hf.cache import CacheOwner, SparseLayer, attention_dtype, is_autocast
 
@@ -96,6 +96,7 @@ class Pass:
     projects: bool = False  # the layers are asked for queries, keys and values alone
     ends_prompt: bool = False  # it is known to be the last of a prompt
     rows: tuple[slice, ...] | None = None  # the columns with each row's tokens, where rows have different lengths
+    dense: DenseLayers | None = None  # of a prompt's tokens over the cache
 
     def attend(
         self,
@@ -111,7 +112,14 @@ class Pass:
             raise Projected(*qkv, scale, softmax)
         check_layer(self.next_layer, layer)
         self.attended += 1
-        entry, given = self.entry(layer), attention_dtype(qkv[0])
+        entry, dense = self.entry(layer), self.dense
+        if dense is not None and softmax is PLAIN and not q_is_spare and not torch.is_grad_enabled():
+            assert entry is not None, "dense layers of a pass without a cache"
+            store: Any = entry.store
+            if layer in dense.layers and store.is_plain and entry.dtype is qkv[0].dtype:
+                k_BGKD, v_BGKD = store.tensors if dense.chunk.past[0] else qkv[1:]
+                return dense.attend(layer, qkv[0], k_BGKD, v_BGKD, scale)
+        given = attention_dtype(qkv[0])
         dtype = given if entry is None else entry.dtype_for(qkv[0])
         q_BHSD, k_BGSD, v_BGSD = (x.to(dtype) for x in qkv)
         window = self.shapes[layer].window
@@ -210,8 +218,10 @@ class Engine(CacheOwner):
     def check_cut(self, chunk: int | None, tokens: int) -> None:
         """Warns where a prompt of so many tokens is to run in chunks of another size than was verified, or whole."""
 
-    def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
-        """Starts a pass at which the rows have these lengths, the new tokens included."""
+    def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> DenseLayers | None:
+        """Starts a pass at which the rows have these lengths, the new tokens included. Returns the layers that attend
+        without `attend`."""
+        return None
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The attention output, [B, H, S, D], before the output projection. May be q itself where that is spare."""

@@ -160,7 +160,7 @@ class SparseLayer(CacheLayerMixin):
         """Adds the new tokens to the store and returns them alone: our attention function reads the store."""
         check_owner_open(self.owner)
         self.needs_grad |= key_states.requires_grad or value_states.requires_grad
-        self.dtype = self.dtype_for(key_states)
+        self.dtype = self.dtype or attention_dtype(key_states)
         k_BGSD, v_BGSD = key_states.to(self.dtype), value_states.to(self.dtype)
         self.is_initialized = True
         if self.float8 is None:
@@ -340,7 +340,7 @@ def progress_of(cache: Cache) -> CacheProgress:
 
 
 def first_of(cache: Cache) -> SparseLayer:
-    return attending(cache)[0]
+    return next(layer for layer in cache.layers if isinstance(layer, SparseLayer))
 
 
 def attending(cache: Any) -> list[SparseLayer]:

@@ -21,7 +21,7 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.pays import ALWAYS, Pays
-from sparsekv.runtime.core.prefill import prefill
+from sparsekv.runtime.core.prefill import DenseLayers, prefill
 from sparsekv.runtime.core.program import LayerProgram, Program, count_step, decode
 from sparsekv.runtime.core.state import DecodeState, Observed
 from sparsekv.runtime.core.stats import Meter
@@ -72,6 +72,10 @@ class PlanEngine(Engine):
         self._told = False
         self.plan, self.program = plan, program
         self._dense = [layer.without_patterns for layer in program.layers]
+        self._plain = {
+            layer.layer: layer for layer in program.caching if not layer.role.remembers and layer.role.evicts is None
+        }
+        self._tile, self._windows = program.layers[0].tile, {layer.window for layer in program.layers}
         self.sees_all = bool(program.remembers)
         self.pays = pays
         self._programs = {Phase.DECODE: program, Phase.CHECK if exact else Phase.DENSE: program.dense_in_decode}
@@ -112,17 +116,19 @@ class PlanEngine(Engine):
         if not self.program.sparse or self.pays.decode.least(length + 1 for length in lengths) is not None:
             return Phase.DECODE
         # A dense step reads layers in host memory back as a whole, which costs more than a choice at any length.
-        in_host_memory = any(type(layer.store) is HostStore for layer in attending(cache))
-        return Phase.DECODE if in_host_memory else Phase.DENSE
+        stores = {type(layer.store) for layer in attending(cache)}
+        return Phase.DECODE if HostStore in stores else Phase.DENSE
 
     def check_cut(self, chunk: int | None, tokens: int) -> None:
         check_cut(self.plan, chunk, tokens)
 
-    def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> None:
+    def begin(self, cache: Cache, phase: Phase, lengths: tuple[int, ...], device: torch.device) -> DenseLayers | None:
         """Starts a pass at which the rows have these lengths, the new tokens included, and counts a step."""
         if phase is Phase.PREFILL:
             self.paging.expect(cache, lengths, self.placement)
-            return begin_prompt(self.program, cache)
+            for layer, entry in _attending(self.program, cache):
+                layer.role.begin_prompt(layer.layer, entry.store, entry.state)
+            return self._dense_layers(cache, lengths)
         for layer, entry in _attending(self.program, cache):  # the prompt is complete
             layer.role.end_prompt(layer.layer, entry.store, entry.state, self._attempt, entry.scales)
             layer.role.count_step(entry.store, self.meter)
@@ -131,6 +137,18 @@ class PlanEngine(Engine):
         if self.graphs is None and not self._told and can_capture(self.device, self.decode_backend):
             self._told = True
             warnings.warn("decode steps are not captured: the decoder has a forward of its own", GraphWarning, 2)
+        return None
+
+    def _dense_layers(self, cache: Cache, lengths: tuple[int, ...]) -> DenseLayers | None:
+        past = first_of(cache).store.lengths or (0,) * len(lengths)
+        if self.float8 or is_autocast(self.device.type) or len(set(zip(past, lengths, strict=True))) > 1:
+            return None
+        chunk = Chunk(past, lengths)
+        layers = self._plain
+        if self.pays.prefill.pays(chunk.rows[0], chunk.longest):
+            layers = {number: layer for number, layer in layers.items() if not layer.patterns_at(chunk.longest)}
+        tiles = {window: chunk.causal_tiles(self._tile, window) for window in self._windows}
+        return DenseLayers(layers, tiles, chunk, self.fallback, self.meter)
 
     def _attempt(self, call: Callable[[str], Any], device: torch.device) -> Any:
         return self.fallback.decode(call, self.decode_backend, device)
@@ -178,11 +196,6 @@ class PlanEngine(Engine):
         )
 
 
-def begin_prompt(program: Program, cache: Cache) -> None:
-    for layer, entry in _attending(program, cache):
-        layer.role.begin_prompt(layer.layer, entry.store, entry.state)
-
-
 def _attending(program: Program, cache: Cache) -> Iterator[tuple[LayerProgram, SparseLayer]]:
     for layer, entry in zip(program.layers, cache.layers, strict=False):
         if isinstance(entry, SparseLayer):
@@ -216,7 +229,7 @@ class Paging:
         virtual = {
             layer: layer.store
             for layer in cache.layers
-            if isinstance(layer, SparseLayer) and isinstance(layer.store, VirtualStore)
+            if isinstance(layer, SparseLayer) and layer.layer in self.pools and isinstance(layer.store, VirtualStore)
         }
         if not virtual or any(is_autocast(pool.driver.device.type) for pool in self.pools.values()):
             return
@@ -224,14 +237,16 @@ class Paging:
         new = max(map(int.__sub__, lengths, cached))  # the longest row need not be the one with most new tokens
         layouts = {layer: replace(self.layouts[layer.layer], batch=len(lengths)) for layer in virtual}
         request = Request(max(lengths), batch=len(lengths), chunk=new)
+        needed: dict[SparseLayer, int] = {}
         for pool in {id(pool): pool for pool in self.pools.values()}.values():
             mine = [layer for layer in virtual if self.pools.get(layer.layer) is pool]
             with pool.first():  # what nobody uses any more is free then
-                missing = sum(virtual[layer].missing(lengths, layer.stored(layouts[layer])) for layer in mine)
+                needed |= {layer: virtual[layer].missing(lengths, layer.stored(layouts[layer])) for layer in mine}
+                missing = sum(needed[layer] for layer in mine)
                 self._check(pool, missing, lengths)
                 pool.make_way(missing, lambda: self.sizes.use(request, placement).working)
-        for layer, layout in layouts.items():
-            layer.expect(lengths, layout)
+        for layer in filter(needed.get, needed):  # the thread that maps takes time from this one
+            layer.expect(lengths, layouts[layer])
 
     def _check(self, pool: PagePool, missing: int, lengths: tuple[int, ...]) -> None:
         free = pool.driver.available() + pool.bytes

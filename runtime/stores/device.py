@@ -54,6 +54,7 @@ class DeviceStore(WholeStore):
     """Keys and values beside their queries; views cost nothing. `counts` has the allocated bytes."""
 
     lengths: tuple[int, ...] = ()
+    is_plain: bool = True
 
     def __init__(self, counts: Bytes | None = None) -> None:
         self.bytes = Bytes() if counts is None else counts
@@ -68,11 +69,12 @@ class DeviceStore(WholeStore):
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         check_tokens_fit(self.keys, k_BGSD, v_BGSD)
-        tokens, start, is_ragged = k_BGSD.shape[2], self.length, self._is_ragged
+        tokens, start = k_BGSD.shape[2], max(self.lengths, default=0)
         if self._kv_BGCD is None or start + tokens > self.capacity:
             self._grow(start + tokens, Layout.of(k_BGSD))
-        for room_BGCD, new_BGSD in zip(self.tensors, (k_BGSD.detach(), v_BGSD.detach()), strict=True):
-            if not is_ragged:
+        new = (k_BGSD.detach(), v_BGSD.detach()) if torch.is_grad_enabled() else (k_BGSD, v_BGSD)
+        for room_BGCD, new_BGSD in zip(self.tensors, new, strict=True):
+            if self.lengths.count(start) == len(self.lengths):
                 room_BGCD.narrow(2, start, tokens).copy_(new_BGSD)
                 continue
             for row, length in enumerate(self.lengths):
@@ -99,7 +101,7 @@ class DeviceStore(WholeStore):
             self._count(k_BGSD.shape[2])
 
     def _count(self, tokens: int) -> None:
-        self.lengths = tuple(length + tokens for length in self.lengths or (0,) * self.tensors[0].shape[0])
+        self.lengths = tuple(map(tokens.__add__, self.lengths or (0,) * self.tensors[0].shape[0]))
 
     @property
     def _is_ragged(self) -> bool:

@@ -33,9 +33,9 @@ from sparsekv.plans.errors import BackendError
 # heads dense on an H200, listed against alone: 0.41 and 1.29 ms at 4K, 1.31 and 1.88 at 16K, 4.26 and 4.41 at 32K.
 LISTED_TILES = 256
 # Dense layers of fewer rows are left to torch, whose launches cost the host less: of a whole prompt, and of a chunk,
-# where torch has a kernel of half the speed. Of whole prompts of a 0.5B model on an H200, torch is faster at 8K, and
-# flash-attn-4 by 7% at 16K; the bound between them was not timed.
-DENSE_ROWS, DENSE_CHUNK_ROWS = 12288, 2048
+# where torch has a kernel of half the speed. Of whole prompts on an H200, torch's own calls are as fast at 4K, and with
+# flash-attn-4 a model of 0.1B takes 11% less at 8K, one of 0.5B 6%; the bound between them was not timed.
+DENSE_ROWS, DENSE_CHUNK_ROWS = 6144, 2048
 
 
 def prefill(call: PrefillCall, index: TileIndex, want_lse: bool = False) -> AttentionOutput:

@@ -3,6 +3,8 @@
 import copy
 import math
 import random
+import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from tiny_models import random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, drops, every_head, info_of, plan_for, segment
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import Softmax
@@ -27,10 +30,13 @@ from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBu
 from sparsekv.plans.schema import LayerCounts
 from sparsekv.runtime.core import timed_layers
 from sparsekv.runtime.core.pays import ALWAYS, NEVER, Pays, Thresholds
+from sparsekv.runtime.core.prefill import DenseLayers
 from sparsekv.runtime.core.program import Program, Rank
 from sparsekv.runtime.core.timed_layers import Place, Timers
 from sparsekv.runtime.hf import timed_model
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.describe import CACHE_NAME
+from sparsekv.runtime.hf.plan_engine import PlanEngine
 from sparsekv.runtime.hf.timed_model import ModelLayers, measured_rule
 
 PATTERN = VerticalSlash(vertical=tokens(16), slash=tokens(16), max_tiles=tokens(64))
@@ -129,6 +135,58 @@ def test_layers_that_evict_or_are_in_host_memory_run_as_planned(model):
     for plan, how in ((evicting, {}), (host, {"offload": "always"})):
         found, expected = (logits(model, plan, prompt, new, sparse=one, **how)[0] for one in ("never", "always"))
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_oss", "gemma2"])
+def test_dense_layers_of_a_prompt_give_what_the_engine_gives_when_each_of_them_is_asked(architecture, monkeypatch):
+    kinds = ["full_attention", "sliding_attention"] * 2
+    model = tiny_model(architecture, layers=4, layer_types=kinds, sliding_window=50)
+    evicting = plan_for(model, prefill_plan(model), None, drops((2,), 40))
+    choosing = plan_for(
+        model, prefill_plan(model, 100), decode_lengths(segment(0, (2,), 12, selector="uniform", window=5))
+    )
+    prompt, new = random_tokens(2, 170), random_tokens(2, 4, 1)
+    seen, real = [], DenseLayers.attend
+    monkeypatch.setattr(DenseLayers, "attend", lambda *of: seen.append(of[1]) or real(*of))
+    for plan, left_out in ((evicting, 2), (choosing, 0)):
+        for rule in ("never", "prefill=150x1 decode=never", "always"):
+            seen.clear()
+            found = logits(model, plan, prompt, new, sparse=rule)
+            assert left_out not in seen
+            assert bool(seen) == (architecture in ("llama", "gemma3_text") and (plan is choosing or rule != "always"))
+            with monkeypatch.context() as without:
+                without.setattr(PlanEngine, "_dense_layers", lambda *of: None)
+                expected = logits(model, plan, prompt, new, sparse=rule)
+            assert torch.equal(found[0], expected[0])
+            assert found[1] == expected[1]
+
+
+def python_calls(model, handle=None):
+    """Functions that a prompt of few tokens calls, over a cache that is new."""
+    counts, before = [], sys.getprofile()
+    for _ in range(2):
+        cache = DynamicCache(config=model.config) if handle is None else handle.new_cache(16)
+        events = Counter()
+        sys.setprofile(lambda frame, event, of, events=events: events.update((event,)))
+        try:
+            with torch.no_grad():
+                model(random_tokens(1, 16), **{CACHE_NAME: cache})
+        finally:
+            sys.setprofile(before)
+        counts.append(events["call"])
+    return min(counts)
+
+
+@pytest.mark.parametrize("how", [{"sparse": "never"}, {"prefill": False}], ids=str)
+def test_a_layer_of_a_dense_prompt_calls_hardly_more_functions_than_in_transformers(how):
+    """Of a short prompt, the device waits for the program."""
+    own, ours = [], []
+    for layers in (4, 12):
+        model = tiny_model(layers=layers)
+        own.append(python_calls(model))
+        with apply(model, plan_for(model, prefill_plan(model)), **how) as handle:
+            ours.append(python_calls(model, handle))
+    assert (ours[1] - ours[0]) / 8 < (own[1] - own[0]) / 8 + 30
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the steps are captured there")
