@@ -42,13 +42,10 @@ class DenseLayers:
         program, size = self.layers[layer], q_BHSD.shape[3]
         self.meter.add_dense_prefill(program.heads * self.tiles[program.window])
         if size not in self.by_torch:
-            self.by_torch[size] = not (
-                dense_by_triton(q_BHSD, backend=self.fallback.backend)
-                or dense_by_flash(q_BHSD, k_BGKD, v_BGKD, self.chunk, backend=self.fallback.backend)
-            )
+            self.by_torch[size] = not _has_kernel(q_BHSD, k_BGKD, v_BGKD, self.chunk, self.fallback)
         if self.by_torch[size]:
             return attend_last_rows(q_BHSD, k_BGKD, v_BGKD, self.chunk.lengths[0], scale, program.window)
-        return _attend_dense(program, q_BHSD, k_BGKD, v_BGKD, self.chunk, scale, self.fallback)
+        return _by_kernel(program, q_BHSD, k_BGKD, v_BGKD, self.chunk, scale, self.fallback)
 
 
 def prefill(
@@ -109,7 +106,9 @@ def _attend(
     causal = layer.heads * chunk.causal_tiles(layer.tile, window)
     if not patterns and keys.softmax is PLAIN:
         meter.add_dense_prefill(causal)
-        return _attend_dense(layer, q_BHSD, k_BGKD, v_BGKD, chunk, scale, fallback)
+        if _has_kernel(q_BHSD, k_BGKD, v_BGKD, chunk, fallback):
+            return _by_kernel(layer, q_BHSD, k_BGKD, v_BGKD, chunk, scale, fallback)
+        return dense_attention(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=window).out_BHSD
     patterns = patterns or (Dense(),) * layer.heads  # dense kernels know no other softmax
     how: dict[str, Any] = {"scale": scale, "window": window, "softmax": keys.softmax}
     build = partial(build_index, patterns, q_BHSD, k_BGKD, chunk, layer.tile, layer=layer.layer, **how)
@@ -124,14 +123,19 @@ def _attend(
     return fallback.run(lambda backend: attend(backend=backend), q_BHSD, layer.tile).out_BHSD
 
 
-def _attend_dense(
+def _has_kernel(
+    q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk, fallback: Fallback
+) -> bool:
+    """Returns whether the backend has a dense kernel. What fails in torch's is no fault of the backend."""
+    by_triton = dense_by_triton(q_BHSD, backend=fallback.backend)
+    return by_triton or dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=fallback.backend)
+
+
+def _by_kernel(
     layer: LayerProgram, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk, scale: float,
     fallback: Fallback,
 ) -> torch.Tensor:  # fmt: skip
-    """By the backend's dense kernel where it has one. What fails in torch is no fault of the backend."""
     attend = partial(dense_prefill, q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=layer.window)
     if dense_by_triton(q_BHSD, backend=fallback.backend):
         return fallback.dense(lambda backend: attend(backend=backend), q_BHSD.device).out_BHSD
-    if dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=fallback.backend):
-        return fallback.run(lambda backend: attend(backend=backend), q_BHSD).out_BHSD
-    return dense_attention(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=layer.window).out_BHSD
+    return fallback.run(lambda backend: attend(backend=backend), q_BHSD).out_BHSD

@@ -184,22 +184,9 @@ class PlanEngine(Engine):
         return out_BHSD
 
     def _prefill(self, layer: LayerProgram, call: LayerCall, chunk: Chunk) -> torch.Tensor:
-        return prefill(
-            layer,
-            call.q_BHSD,
-            call.keys(chunk),
-            chunk,
-            scale=call.scale,
-            fallback=self.fallback,
-            meter=self.meter,
-            overwrite_above=self._output_bytes if call.q_is_spare else None,
-        )
-
-
-def _attending(program: Program, cache: Cache) -> Iterator[tuple[LayerProgram, SparseLayer]]:
-    for layer, entry in zip(program.layers, cache.layers, strict=False):
-        if isinstance(entry, SparseLayer):
-            yield layer, entry
+        above = self._output_bytes if call.q_is_spare else None
+        how: dict[str, Any] = {"fallback": self.fallback, "meter": self.meter, "overwrite_above": above}
+        return prefill(layer, call.q_BHSD, call.keys(chunk), chunk, scale=call.scale, **how)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """Which contexts a layer computes dense, and what follows when a kernel fails."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from plans_samples import model_info
@@ -12,8 +14,9 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import AShape, TileShape, tokens
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.runtime.core import prefill as stage
-from sparsekv.runtime.core.prefill import prefill
+from sparsekv.runtime.core.prefill import DenseLayers, prefill
 from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.stats import Meter
 
 SPARSE = AShape(sink=tokens(64), window=tokens(64))
 OPEN_END = PrefillBucket(
@@ -35,14 +38,21 @@ def test_the_hint_has_chunks_of_less_than_a_row_tile_dense() -> None:
     assert dense_layer.patterns_at(9000) == layer.patterns_at(9000) != ()  # dense in one bucket, sparse in another
 
 
-def attend(fallback: Fallback) -> torch.Tensor:
-    """A dense layer."""
+@pytest.fixture(params=["a layer by itself", "decided for all layers"])
+def attend(request) -> Callable[[Fallback], torch.Tensor]:
+    """Computes a dense layer."""
     generator = torch.Generator().manual_seed(0)
     q_BHSD, k_BGSD, v_BGSD = (torch.randn(1, heads, 100, 16, generator=generator) for heads in (4, 2, 2))
-    return prefill(LAYER, q_BHSD, full_view(k_BGSD, v_BGSD), CHUNK, scale=0.25, fallback=fallback)
+
+    def attend(fallback: Fallback) -> torch.Tensor:
+        if request.param == "a layer by itself":
+            return prefill(LAYER, q_BHSD, full_view(k_BGSD, v_BGSD), CHUNK, scale=0.25, fallback=fallback)
+        return DenseLayers({0: LAYER}, {None: 1}, CHUNK, fallback, Meter()).attend(0, q_BHSD, k_BGSD, v_BGSD, 0.25)
+
+    return attend
 
 
-def test_a_dense_layer_that_breaks_its_backend_is_computed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dense_layer_that_breaks_its_backend_is_computed_by_the_next(attend, monkeypatch: pytest.MonkeyPatch) -> None:
     def dense(*tensors, backend, **how):
         if backend == "triton":
             raise RuntimeError("no kernel image")
@@ -57,7 +67,7 @@ def test_a_dense_layer_that_breaks_its_backend_is_computed_by_the_next(monkeypat
     assert torch.equal(found, expected)
 
 
-def test_our_own_dense_kernel_that_fails_leaves_its_layers_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_dense_kernel_that_fails_leaves_its_layers_to_torch(attend, monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
 
     def dense(*tensors, backend, **how):
@@ -85,7 +95,7 @@ class NoMemory(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_fails_in_torch_is_not_blamed_on_the_backend() -> None:
+def test_what_fails_in_torch_is_not_blamed_on_the_backend(attend) -> None:
     fallback = Fallback("triton")
     with NoMemory(), pytest.raises(torch.OutOfMemoryError):
         attend(fallback)
