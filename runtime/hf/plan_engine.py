@@ -189,6 +189,12 @@ class PlanEngine(Engine):
         return prefill(layer, call.q_BHSD, call.keys(chunk), chunk, scale=call.scale, **how)
 
 
+def _attending(program: Program, cache: Cache) -> Iterator[tuple[LayerProgram, SparseLayer]]:
+    for layer, entry in zip(program.layers, cache.layers, strict=False):
+        if isinstance(entry, SparseLayer):
+            yield layer, entry
+
+
 @dataclass(frozen=True, slots=True)
 class Paging:
     sizes: MemoryModel
