@@ -277,8 +277,9 @@ def _capturing_both(
 
 
 def _replaying_either(host_of: Callable[[VllmConfig], EngineHost | None], given: Any, self: Any, step: Any) -> Any:
-    host, dense = host_of(self.vllm_config), getattr(self, _DENSE, {})
-    if host is None or not (host.dense_graphs and host.decodes_dense) or step not in dense:
+    dense = getattr(self, _DENSE, None)
+    host = host_of(self.vllm_config) if dense and step in dense else None
+    if host is None or not (host.dense_graphs and host.decodes_dense):
         return given(self, step)
     graphs, self.graphs = self.graphs, dense
     try:
