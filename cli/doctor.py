@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +28,7 @@ from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan, check_model
-from sparsekv.plans.types import columns, format_bytes
+from sparsekv.plans.types import columns, format_bytes, installed_version
 from sparsekv.runtime.settings import Settings
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ def _say_machine(machine: Settings, as_json: bool) -> None:
     choice = choose_backend(hardware, precision, _HEAD_DIM, machine.backend)
     backend = {"name": choice.name, "reason": choice.reason, "dtype": str(precision).removeprefix("torch.")}
     report: dict[str, Any] = {
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: installed_version(name) for name in _PACKAGES},
         "device": _device(hardware),
         "host": {"available_bytes": available_bytes()},
         "backend": backend | {"rejected": dict(choice.rejected)},
@@ -130,13 +129,6 @@ def _say_machine(machine: Settings, as_json: bool) -> None:
     else:
         emit("\n".join(f"{name:<14} {value}".rstrip() for name, value in _rows(report)))
         emit("\nnext: sparsekv plan MODEL -o plan.yaml")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _device(hardware: torch.device) -> dict[str, Any]:

@@ -262,12 +262,16 @@ def anchor_layers(
         rest: layers with full attention, ascending, of which the first is the first anchor.
         count: of anchors; fewer where there are fewer layers.
     """
+
+    def similarity(first: int, *layers: int) -> float:
+        return sum(importance_J[layer] * min(kept_JI[layer][first], 1.0) for layer in layers)
+
     best: dict[int, tuple[float, tuple[int, ...]]] = {len(rest): (0.0, ())}
     for _ in range(min(count, len(rest))):  # from the last segment to the first: best of everything from a position on
         longer: dict[int, tuple[float, tuple[int, ...]]] = {}
         for start in range(len(rest)):
             options = [
-                (score + _similarity(kept_JI, importance_J, rest[start:end]), (rest[start], *anchors))
+                (score + similarity(*rest[start:end]), (rest[start], *anchors))
                 for end, (score, anchors) in best.items()
                 if end > start
             ]
@@ -275,10 +279,6 @@ def anchor_layers(
                 longer[start] = max(options)
         best = longer
     return best[0][1] if 0 in best else ()
-
-
-def _similarity(kept_JI: Similarities, importance_J: Sequence[float], layers: Sequence[int]) -> float:
-    return float(sum(importance_J[layer] * min(kept_JI[layer][layers[0]], 1.0) for layer in layers[1:]))
 
 
 def _prefixes(job: Job, model: DecodeTrials, length: int, step: StageStep) -> list[Prefix]:

@@ -11,7 +11,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -76,9 +78,21 @@ def parse_ids(text: str) -> tuple[int, ...]:
 
 def format_ids(ids: Iterable[int]) -> str:
     """The canonical text of a set of ids: (5, 0, 1) gives "0-1,5"."""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in id_spans(ids))
+
+
+def id_spans(ids: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and the last of ids that follow one another, ascending: (5, 0, 1) gives [(0, 1), (5, 5)]."""
     ordered = enumerate(sorted(ids))
     spans = ([number for _, number in same] for _, same in groupby(ordered, key=lambda one: one[1] - one[0]))
-    return ",".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+    return [(span[0], span[-1]) for span in spans]
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed distribution; None where there is none."""
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
 
 
 def and_listed(values: Iterable[object]) -> str:

@@ -23,7 +23,6 @@ from contextlib import suppress
 from ctypes import CDLL, create_string_buffer
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
@@ -40,6 +39,7 @@ from sparsekv.plans.errors import SparseKVError
 from sparsekv.plans.files import content_digest, executed_digest, read_text, write_bytes
 from sparsekv.plans.patterns import Pattern, VerticalSlash, mandatory_density, tokens
 from sparsekv.plans.schema import LayerCounts, Plan, to_data
+from sparsekv.plans.types import installed_version
 from sparsekv.runtime.core.pays import Clock, Gain, Pays, Thresholds, contexts, measure, measure_each, parse
 from sparsekv.runtime.core.program import LayerProgram, Program
 
@@ -415,7 +415,7 @@ def rule_key(
         "torch": torch.__version__,
         "sparsekv": __version__,
         "form": _FORM,
-        **{name: _installed(name) for name in _KERNEL_PACKAGES},
+        **{name: installed_version(name) or "none" for name in _KERNEL_PACKAGES},
     } | of_host
 
 
@@ -428,12 +428,6 @@ def _driver(device: torch.device) -> str:
             library.nvmlInit_v2()
             library.nvmlSystemGetDriverVersion(release, len(release))
     return release.value.decode()
-
-
-def _installed(package: str) -> str:
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,8 +143,7 @@ class PlanEngine(Engine):
         past = first_of(cache).store.lengths or (0,) * len(lengths)
         if self.float8 or is_autocast(self.device.type) or len(set(zip(past, lengths, strict=True))) > 1:
             return None
-        chunk = Chunk(past, lengths)
-        layers = self._plain
+        chunk, layers = Chunk(past, lengths), self._plain
         if self.pays.prefill.pays(chunk.rows[0], chunk.longest):
             layers = {number: layer for number, layer in layers.items() if not layer.patterns_at(chunk.longest)}
         tiles = {window: chunk.causal_tiles(self._tile, window) for window in self._windows}

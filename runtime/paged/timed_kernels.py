@@ -143,8 +143,7 @@ class EngineLayers(TimedLayers):
             dense, sparse = self._step_us(rows, longest, 0)
             least = max(0.0, idle - short)
             self.costs[rows] = least if dense - sparse > least else None
-        cost = self.costs[rows]
-        if cost is None:
+        if (cost := self.costs[rows]) is None:
             return 0.0
         dense, sparse = self._step_us(rows, length, 0)
         if not self.host.holds_dense:  # else dense steps begin alike
@@ -200,10 +199,9 @@ class EngineLayers(TimedLayers):
         width = self.program.layers[0].heads * self.size
         wanted = _WEIGHTS * width * self.ranks
         columns = min(wanted, max(1, _MOST_WEIGHTS // width))
-        shapes = (rows, width), (width, columns)
+        new = partial(torch.randn, dtype=self.dtype, device=self.device)
         try:
-            x_RE, w_EF = (torch.randn(shape, dtype=self.dtype, device=self.device) for shape in shapes)
-            (taken,) = self.timers.replayed([partial(torch.mm, x_RE, w_EF)], self.device)
+            (taken,) = self.timers.replayed([partial(torch.mm, new(rows, width), new(width, columns))], self.device)
         except torch.OutOfMemoryError:
             return math.nan
         return len(self.program.attending) * taken * wanted / columns

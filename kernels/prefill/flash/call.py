@@ -51,6 +51,7 @@ from sparsekv.kernels.prefill.triton import _count_entries_below
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.kernels.triton_support import quick
 from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.types import id_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,21 +252,14 @@ def dense_ranges(heads: Sequence[int], group: int) -> Iterator[HeadRange]:
     """
     dense = set(heads)
     whole = [kv for kv in sorted({head // group for head in heads}) if dense.issuperset(_members(kv, group))]
-    for first, stop in _ranges(whole):
-        yield HeadRange(slice(first * group, stop * group), slice(first, stop))
+    for first, last in id_spans(whole):
+        yield HeadRange(slice(first * group, (last + 1) * group), slice(first, last + 1))
     for head in sorted(dense.difference(*(_members(kv, group) for kv in whole))):
         yield HeadRange(slice(head, head + 1), slice(head // group, head // group + 1))
 
 
 def _members(kv_head: int, group: int) -> range:
     return range(kv_head * group, (kv_head + 1) * group)
-
-
-def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Adjacent numbers as (first, stop)."""
-    for _, adjacent in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        found = [number for _, number in adjacent]
-        yield found[0], found[-1] + 1
 
 
 @dataclass(frozen=True, slots=True)

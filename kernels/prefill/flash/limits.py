@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
 
 from sparsekv.plans.errors import BackendError, install_command
 from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.types import installed_version
 
 QUERY_TILE = 128
 _LARGEST_HEAD = 256
@@ -94,10 +94,7 @@ def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) ->
 def untested() -> str | None:
     """The reason why the installed release is not chosen by itself; None for one that was tested."""
     flash = package()
-    try:
-        release = version(flash.distribution).partition("+")[0]
-    except PackageNotFoundError:
-        release = "of an unknown release"
+    release = (installed_version(flash.distribution) or "of an unknown release").partition("+")[0]
     if release in flash.tested:
         return None
     return (

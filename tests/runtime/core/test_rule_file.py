@@ -49,12 +49,11 @@ def test_the_model_the_driver_and_packages_of_kernels_are_part_of_the_key(monkey
         return SimpleNamespace(nvmlInit_v2=lambda: 0, nvmlSystemGetDriverVersion=write)
 
     monkeypatch.setattr(timed_layers, "CDLL", lambda _: library(b"570.86"))
-    monkeypatch.setattr(timed_layers, "version", {"triton": "3.6.0"}.__getitem__)
-    monkeypatch.setattr(timed_layers, "PackageNotFoundError", KeyError)
+    monkeypatch.setattr(timed_layers, "installed_version", {"triton": "3.6.0"}.get)
     before = key()
     assert (before["driver"], before["triton"], before["flash-attn-4"]) == ("570.86", "3.6.0", "none")
     monkeypatch.setattr(timed_layers, "CDLL", lambda _: library(b"580.159" if part == "driver" else b"570.86"))
-    monkeypatch.setattr(timed_layers, "version", ({"triton": "3.6.0"} | {part: "4"}).__getitem__)
+    monkeypatch.setattr(timed_layers, "installed_version", ({"triton": "3.6.0"} | {part: "4"}).get)
     after = key("sha256:2" if part == "model" else "sha256:1")
     assert {name for name in before if before[name] != after[name]} == {part}
 
