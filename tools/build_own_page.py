@@ -1,4 +1,4 @@
-"""Writes the figures of models by their own plans into README, docs/benchmarks.md and docs/provenance.md, with their
+"""Writes the figures of models by their own plans into README, docs/benchmarks.md and docs/lab/own-plans.md, with their
 pictures, from the files of `sparsekv bench own` in bench/results, each beside the plan that it is of; and the sources
 of all other figures into docs/provenance.md, from tools/provenance.yaml: `python tools/build_own_page.py`."""
 
@@ -22,8 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, SOURCES = ROOT / "bench" / "results", ROOT / "tools" / "provenance.yaml"
 README, BENCHMARKS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 PAGE, PICTURES = ROOT / "docs" / "provenance.md", ROOT / "docs" / "pictures"
+OWN_PAGE = ROOT / "docs" / "lab" / "own-plans.md"
 BEGIN, END = "<!-- made by tools/build_own_page.py -->\n", "<!-- end of it -->\n"
 HEADLINE = "qwen2.5-coder-0.5b"  # the model that README shows
+LONGER = "qwen2.5-coder-0.5b-yarn"  # the same model beyond its context, README's sentence below the table
 ROWS = {  # of README: name of the figure and requests at once, and its words
     ("first token", 1): "first token of a {length} prompt",
     ("first token", 8): "the same, {many} prompts at once",
@@ -39,11 +41,17 @@ marked with a commit exists at that commit. Earlier archives with all repetition
 at 3d24ce3c, under `docs/results`.
 
 """
+_OWN_HEAD = """# Models by their own plans: every figure
+
+[Benchmarks](../benchmarks.md#models-by-their-own-plans) says how they were measured.
+
+"""
 
 
 def files() -> dict[str, OwnFile]:
     """The files by their names, which are those of the models: a folder may have had another."""
-    found = {path.stem: OwnFile.read(OwnRun, path) for path in sorted(RESULTS.glob("*.json"))}
+    paths = sorted(RESULTS.glob("*.json"), key=lambda path: path.stem)
+    found = {path.stem: OwnFile.read(OwnRun, path) for path in paths}
     for name, file in found.items():
         file.settings = file.settings.model_copy(update={"model": name})
     return found
@@ -58,20 +66,32 @@ def put(text: str, block: str) -> str:
     return before + BEGIN + block + END + after
 
 
-def headline(file: OwnFile) -> str:
-    """README's table of one model in vLLM, its baseline above and its quality below."""
+def headline(file: OwnFile, longer: OwnFile | None = None) -> str:
+    """README's table of one model in vLLM, its baseline above, its quality and a longer plan's gain below."""
     plan, shown = plan_of(file), [*_shown(file)]
     if not shown:
         return ""
     longest, first = plan.lengths[-1], shown[0][1]
     rows = [("", "dense", "plan", "speedup"), *(_row(said, figure) for said, figure in shown)]
     told = (
-        f"{first.device}, {first.host.partition(',')[0]}, `{file.settings.model}` by its own plan, which computes "
-        f"{percent(longest.prefill)} of prefill attention at {format_length(longest.length).upper()}. The baseline is "
-        "dense attention in the same engine.\n"
+        f"{first.device}, {first.host.partition(',')[0]}: `{file.settings.model}` dense, and by its own plan "
+        f"({percent(longest.prefill)} of prefill attention at {format_length(longest.length).upper()}).\n"
     )
     picture = f"![{_PICTURED}](docs/pictures/headline.svg)\n"
-    return "\n".join((wrapped(told), *markdown(rows), "", wrapped(_quality(plan.verdict)), picture))
+    quality = " ".join((_quality(plan.verdict), *([_longer(longer)] if longer else []))) + "\n"
+    return "\n".join((wrapped(told), *markdown(rows), "", wrapped(quality), picture))
+
+
+def _longer(file: OwnFile) -> str:
+    """The gain of first tokens with YaRN, in a sentence, and the status of that plan."""
+    plan = plan_of(file)
+    gains = [f"{figure.gain:.2f}x" for figure in _longest(file, "vllm") if figure.name == "first token"]
+    why = ": its test was stopped" if "was stopped" in plan.verdict else ""
+    length = format_length(plan.lengths[-1].length).upper()
+    return (
+        f"With YaRN, a first token at {length} gains {gains[0]}, eight at once {gains[-1]}; that plan is "
+        f"`{plan.status}`{why}."
+    )
 
 
 def _shown(file: OwnFile) -> Iterator[tuple[str, OwnFigure]]:
@@ -89,7 +109,7 @@ def _quality(verdict: str) -> str:
     way = "above" if points and points[1].startswith("+") else "below"
     score = f"scores {points[1][1:]} points {way} dense" if points else "was not tested"
     bound = f", and a loss above {excluded[1]} points is excluded (95%)" if excluded else ""
-    return f"On {prompts} held-out prompts the plan {score}{bound}. It is {status}{few}.\n"
+    return f"On {prompts} held-out prompts the plan {score}{bound}. It is {status}{few}."
 
 
 def _row(said: str, figure: OwnFigure) -> tuple[str, ...]:
@@ -111,7 +131,8 @@ def by_model(found: dict[str, OwnFile]) -> str:
     blocks = []
     for name, file in found.items():
         shares = (f"{percent(one.prefill)} at {format_length(one.length).upper()}" for one in plan_of(file).lengths)
-        blocks.append(f"**{name}** computes {', '.join(shares)} of prefill attention.\n")
+        status = plan_of(file).status
+        blocks.append(f"**{name}** (`{status}`) computes {', '.join(shares)} of prefill attention.\n")
         for half, title in {"vllm": "vLLM", "transformers": "transformers"}.items():
             if own := [*_longest(file, half)]:
                 header, *rows = table(own)
@@ -119,13 +140,19 @@ def by_model(found: dict[str, OwnFile]) -> str:
     return "\n".join(blocks)
 
 
-def provenance(found: dict[str, OwnFile]) -> str:
-    """The page of sources, and every figure of models by their own plans."""
+def provenance() -> str:
+    """The page of sources."""
     sources = yaml.safe_load(SOURCES.read_text())
     rows = [("no.", "figures", "command", "device and versions", "commit, date")]
     rows += [(str(number), *map(str, sources[number])) for number in sorted(sources)]
-    told = ("\n" + re.sub("^#", "##", page(file), flags=re.MULTILINE) for file in found.values())
-    return wrapped(_HEAD + "\n".join(markdown(rows)) + "\n" + "".join(told))
+    return wrapped(_HEAD + "\n".join(markdown(rows)) + "\n")
+
+
+def own_pages(found: dict[str, OwnFile]) -> str:
+    """The page of every figure of models by their own plans."""
+    pages = (page(file, f"../pictures/own-{name}.svg") for name, file in found.items())
+    told = "\n".join(re.sub("^#", "##", text, flags=re.MULTILINE) for text in pages)
+    return wrapped(_OWN_HEAD + BEGIN + "\n" + told + END)
 
 
 def speedups(text: str) -> Iterator[dict[str, object]]:
@@ -165,9 +192,10 @@ if __name__ == "__main__":
     from sparsekv.bench.own_picture import write_picture
 
     measured = files()
-    README.write_text(put(README.read_text(), headline(measured[HEADLINE])))
+    README.write_text(put(README.read_text(), headline(measured[HEADLINE], measured[LONGER])))
     BENCHMARKS.write_text(put(BENCHMARKS.read_text(), by_model(measured)))
-    PAGE.write_text(provenance(measured))
+    PAGE.write_text(provenance())
+    OWN_PAGE.write_text(own_pages(measured))
     draw_headline(measured[HEADLINE], PICTURES / "headline.svg")
     draw_shapes(BENCHMARKS.read_text(), PICTURES / "shapes.svg")
     for name, file in measured.items():

@@ -156,10 +156,12 @@ def test_the_page_and_readme_come_of_the_files_alone(empty, monkeypatch):
     import build_own_page as tool
 
     measured = tool.files()
-    blocks = {tool.README: tool.headline(measured[tool.HEADLINE]), tool.BENCHMARKS: tool.by_model(measured)}
+    readme = tool.headline(measured[tool.HEADLINE], measured[tool.LONGER])
+    blocks = {tool.README: readme, tool.BENCHMARKS: tool.by_model(measured)}
     for shown, block in blocks.items():
         assert tool.put(shown.read_text(), block) == shown.read_text(), "python tools/build_own_page.py"
-    assert tool.provenance(measured) == tool.PAGE.read_text(), "python tools/build_own_page.py"
+    assert tool.provenance() == tool.PAGE.read_text(), "python tools/build_own_page.py"
+    assert tool.own_pages(measured) == tool.OWN_PAGE.read_text(), "python tools/build_own_page.py"
     for name, file in measured.items():
         planned = load_plan(tool.RESULTS / f"{name}.yaml")
         assert OwnRun.of(planned).model_copy(update={"model": name}) == file.settings
