@@ -68,8 +68,8 @@ _started: list[Any] = []  # the engine of this process
 def _start(model: str, settings: dict[str, Any]) -> None:
     preset_vllm()
     _started.append(make_engine(model, **settings))
-    if torch.cuda.is_available():  # the device of a small model waits for the program, which is as fast as its cores
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-_CORES:])  # the same for engines that take turns
+    if torch.cuda.is_available():  # a small model's device waits for this thread: equal cores for engines in turn
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-_CORES:])
 
 
 def _call(run: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -9,6 +9,7 @@ with a recurrent state in place of keys and values may be of any make: they run 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import INDEXED
+from sparsekv.plans.types import MAX_ID
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,13 +347,19 @@ def _of_mamba_2(heads: int, groups: int, size: int, state: int, chunk: int) -> R
 def _mamba_1(config: PreTrainedConfig) -> Recurrence:
     """In float32: the state of every token at once."""
     width, state = config.mamba_expand * config.hidden_size, config.mamba_d_state
-    return Recurrence(1, 1, width, 4 * width * (state + config.mamba_d_conv), 4 * width * (4 * state + 8))
+    return Recurrence(*_in_heads(width), 4 * width * (state + config.mamba_d_conv), 4 * width * (4 * state + 8))
 
 
 def _short_convolution(config: PreTrainedConfig) -> Recurrence:
     """The last inputs of a convolution: no state beside them."""
     width = config.hidden_size
-    return Recurrence(1, 1, width, 4 * width * config.conv_L_cache, 4 * 10 * width)
+    return Recurrence(*_in_heads(width), 4 * width * config.conv_L_cache, 4 * 10 * width)
+
+
+def _in_heads(width: int) -> tuple[int, int, int]:
+    """Heads, groups and numbers of a head of a layer without heads: as few as a plan can name."""
+    size = width if width <= MAX_ID else math.gcd(width, MAX_ID + 1)
+    return width // size, width // size, size
 
 
 def _mamba_2_of_nemotron(config: PreTrainedConfig) -> Recurrence:

@@ -391,7 +391,7 @@ def _scaled(pattern: Pattern, length: int, wanted: HeadShares, computed: HeadSha
 _LONGEST_WAIT = 60.0  # seconds for another engine's measurement
 _MAX_BYTES = 1 << 16
 
-_FORM = 9  # of a rule and of what is timed for it
+_FORM = 10  # of a rule and of what is timed for it
 _KERNEL_PACKAGES = ("triton", "flash-attn-4")
 
 RuleKey = Mapping[str, str | int]

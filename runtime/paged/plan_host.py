@@ -210,10 +210,10 @@ class PlanHost:
         kernels are compiled before anybody waits for them, and the engine measures the memory that they take. What was
         compiled before is skipped: families of patterns, about as many sampled queries, heads of this number and size,
         within a window or without."""
-        most, fewest = len(q_THD), SAMPLED_PART * LEAST_SAMPLED  # behind a longer past fewer rows sample no fewer
+        most, fewest = len(q_THD), SAMPLED_PART * LEAST_SAMPLED  # chunks of fewer sample fewer
         bounds = {0, self.longest, *(bound for bound in (*layer.bounds, layer.window or 0) if bound < self.longest)}
         for before, end in reversed(tuple(pairwise(sorted(bounds)))):
-            behind = ((min(rows, end // 2), end) for rows in (2 * fewest, fewest))
+            behind = ((max(1, min(rows, end // 2)), end) for rows in (2 * fewest, fewest))
             for wanted, length in ((most, end), (most, min(end, max(before + 1, most))), *behind):
                 rows, patterns = min(wanted, most, length), layer.patterns_at(length)
                 chunk = Chunk.uniform(1, length - rows, length)

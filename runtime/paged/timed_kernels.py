@@ -1,7 +1,8 @@
 """Measures in an engine where its plan is faster than the engine's own attention, once a place.
 
 Timed is one layer over random keys in scattered pages: the engine's kernel beside the kernels that run in its place,
-the copy of a past and the index of a chunk included.
+the copy of a past and the index of a chunk included. Captured steps of decode are compared whole, the engine's program
+included, which a small model's device waits for.
 
 Shapes: T rows of a request's chunk, H query heads, G KV heads, D head size, P pages of a request, B requests of a
 decode step, R their rows.
@@ -32,7 +33,8 @@ from sparsekv.runtime.settings import cache_folder
 Made = TypeVar("Made")
 
 _SECONDS = 5.0
-_PROGRAM_US = 1400.0  # of vLLM 0.33 for a captured step, scheduler and sampling included, on a server's CPU of 2025
+_PROGRAM_US = 1400.0  # of a captured step, scheduler and sampling included: of vLLM 0.33 on a server's CPU of 2025
+_OTHERS_US = 30.0  # of a layer of few rows on an H200 but for attention and reading weights: norms, writes, launches
 _WEIGHTS = 12  # of a layer, each of as many numbers as its heads have squared: products read them once a step
 _MOST_WEIGHTS = 1 << 27  # numbers that are read to time them
 _SHORT = 128  # tokens: nothing chooses among so few
@@ -62,10 +64,10 @@ class EngineLayers(TimedLayers):
     scales: Scales | None = None  # of a cache in 8 bits; queries have none
     softmax: Softmax = PLAIN  # of the layers
     costs: dict[int, float | None] = field(default_factory=dict)  # microseconds of a step's idle kernels, by rows
-    products: dict[int, float] = field(default_factory=dict)  # microseconds of all layers' products, by rows
+    products: dict[int, float] = field(default_factory=dict)  # microseconds of all but attention, by rows
     replays: dict[tuple[int, int, int | None], list[float]] = field(default_factory=dict)
     issued: list[float] = field(default_factory=list)  # microseconds of the program for a layer of each kind
-    begun: list[float] = field(default_factory=list)  # and for a step that chooses, ahead of its graph
+    begun: list[float] = field(default_factory=list)  # and for a step that may choose, ahead of its graph
 
     @property
     def dtype(self) -> torch.dtype:
@@ -146,11 +148,7 @@ class EngineLayers(TimedLayers):
         if (cost := self.costs[rows]) is None:
             return 0.0
         dense, sparse = self._step_us(rows, length, 0)
-        if not self.host.holds_dense:  # else dense steps begin alike
-            return (dense + cost) / sparse
-        if not self.begun:
-            self.begun.extend(self.timers.issued([self._begin(self._pages(1, 1, 1), 1, 1, 0, True)], self.device))
-        return dense / (sparse + BUSY * self.begun[0])  # which a small model's device waits for
+        return (dense + cost) / sparse
 
     def mixed_gain(self, rows: int, length: int) -> float:
         """Beside prompts the engine's kernel takes the decode rows along, while the program launches ours for each
@@ -184,27 +182,32 @@ class EngineLayers(TimedLayers):
 
     def _step_us(self, rows: int, length: int, least: int | None) -> tuple[float, float]:
         """Microseconds of a captured step, dense and by the plan; see `_launches`. Nothing is saved of a step for which
-        the program takes longer than the device."""
+        the program takes longer than the device, and it takes longer still for one that chooses."""
         attention = self.step_us(self._replayed(rows, length, least))
         if rows not in self.products:
             self.products[rows] = self._products_us(rows)
-        # What follows from them is the same on all ranks, which wait for each other in steps.
-        whole, ours = (self.agreed(us + self.products[rows]) for us in attention)
+        if not self.begun:
+            self.begun.extend(self.timers.issued([self._begin(self._pages(1, 1, 1), 1, 1, 0, True)], self.device))
+        program = _PROGRAM_US, _PROGRAM_US + BUSY * self.begun[0]
+        # What follows from them is the same on all ranks, which wait for each other in steps; nan stays.
+        times = (max(us + self.products[rows], least_us) for us, least_us in zip(attention, program, strict=True))
+        whole, ours = map(self.agreed, times)
         if math.isnan(whole + ours):
             raise torch.OutOfMemoryError
-        return max(_PROGRAM_US, whole), max(_PROGRAM_US, ours)
+        return whole, ours
 
     def _products_us(self, rows: int) -> float:
-        """The time to read the weights of all layers; nan as in `_timed`."""
-        width = self.program.layers[0].heads * self.size
+        """Microseconds of all layers of a step but for attention. Experts and quantised weights are read in less."""
+        width = self.program.attending[0].heads * self.size
         wanted = _WEIGHTS * width * self.ranks
         columns = min(wanted, max(1, _MOST_WEIGHTS // width))
-        new = partial(torch.randn, dtype=self.dtype, device=self.device)
+        shapes = (rows * self.host.queries, width), (width, columns)
         try:
-            (taken,) = self.timers.replayed([partial(torch.mm, new(rows, width), new(width, columns))], self.device)
+            x_RE, w_EF = (torch.randn(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+            (taken,) = self.timers.replayed([partial(torch.mm, x_RE, w_EF)], self.device)
         except torch.OutOfMemoryError:
-            return math.nan
-        return len(self.program.attending) * taken * wanted / columns
+            taken = 0.0
+        return len(self.program.layers) * (_OTHERS_US + taken * wanted / columns)
 
     def _replayed(self, rows: int, length: int, least: int | None) -> list[float]:
         """Microseconds of each of `_launches` in a graph."""

@@ -437,5 +437,5 @@ def _spec_of(config: Any, layer: Any, spec: Any) -> Any:
 
 
 def _requests_of(config: Any) -> Requests | None:
-    host = _host_of(config)
+    host = _hosts.get(id(vllm.engine_key(config)))
     return None if host is None or host.evicting is None else host.evicting.requests

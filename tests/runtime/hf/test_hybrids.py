@@ -7,12 +7,14 @@ import torch
 from tiny_models import HYBRIDS, random_tokens, tiny_model, tiny_tokenizer
 from tiny_plans import decode_plan, every_head, plan_for, segment
 from torch_state import most_allocated
-from transformers import DynamicCache
+from transformers import DynamicCache, Lfm2Config
 
 from sparsekv.planner.evaluation.predictions import after_prompt, prefill
 from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.model import AttentionGroup
 from sparsekv.plans.patterns import AShape, Dense, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import PrefillPlan
+from sparsekv.runtime.architecture import recurrence_of
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import cache_inputs, describe_model, position_inputs, takes_one_piece
 from sparsekv.runtime.hf.generate import generate_stream
@@ -59,6 +61,17 @@ def test_recurrent_layers_are_described_last(model) -> None:
         "qwen3": (4, 16), "lfm2": (1, 64), "jamba": (1, 128), "bamba": (4, 32), "granitemoehybrid": (4, 32),
         "nemotron": (4, 32),
     }[re.sub("_.*", "", model.config.model_type)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("width", "heads"), [(64, (1, 64)), (1023, (1, 1023)), (1024, (1, 1024)), (1536, (3, 512)), (2048, (2, 1024))]
+)
+def test_layers_without_heads_are_described_at_any_width(width: int, heads: tuple[int, int]) -> None:
+    config = Lfm2Config(hidden_size=width, conv_L_cache=3)
+    found = recurrence_of(config)
+    assert (found.heads, found.head_dim) == heads
+    assert found.key_heads == found.heads
+    AttentionGroup(layers="0", kind="linear", heads=found.heads, kv_heads=found.key_heads, head_dim=found.head_dim)
 
 
 def test_pieces_and_steps_of_the_unmodified_model_are_its_whole_text(model) -> None:
