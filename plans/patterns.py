@@ -324,10 +324,7 @@ class BlockSparse(PatternFamily):
         """Top tiles of each row, one tile more a size."""
         return (
             SizeRange(
-                "block_sparse",
-                "block_sparse",
-                tile.key_tiles,
-                lambda size, _: cls(keep=tokens((size + 1) * tile.key)),
+                "block_sparse", "block_sparse", tile.key_tiles, lambda size, _: cls(keep=tokens((size + 1) * tile.key))
             ),
         )
 
@@ -359,10 +356,7 @@ class Registered(PatternFamily):
         return length
 
 
-Pattern = Annotated[
-    Dense | AShape | VerticalSlash | BlockSparse | Registered,
-    Field(discriminator="pattern"),
-]
+Pattern = Annotated[Dense | AShape | VerticalSlash | BlockSparse | Registered, Field(discriminator="pattern")]
 PATTERNS: Mapping[str, type[Pattern]] = {
     kind.model_fields["pattern"].default: kind for kind in get_args(get_args(Pattern)[0])
 }

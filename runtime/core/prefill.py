@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ class DenseLayers:
     chunk: Chunk
     fallback: Fallback
     meter: Meter
-    by_torch: dict[int, bool] = field(default_factory=dict)  # by head size
+    by_torch: dict[int, bool] = field(default_factory=dict)  # by head size, for the backend of the first such layer
 
     def attend(
         self, layer: int, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, scale: float
@@ -110,8 +109,8 @@ def _attend(
             return _by_kernel(layer, q_BHSD, k_BGKD, v_BGKD, chunk, scale, fallback)
         return dense_attention(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=window).out_BHSD
     patterns = patterns or (Dense(),) * layer.heads  # dense kernels know no other softmax
-    how: dict[str, Any] = {"scale": scale, "window": window, "softmax": keys.softmax}
-    build = partial(build_index, patterns, q_BHSD, k_BGKD, chunk, layer.tile, layer=layer.layer, **how)
+    index_of = partial(build_index, scale=scale, window=window, softmax=keys.softmax)
+    build = partial(index_of, patterns, q_BHSD, k_BGKD, chunk, layer.tile, layer=layer.layer)
 
     def build_and_count(builder: BuilderName) -> tuple[TileIndex, torch.Tensor]:
         index = build(builder=builder)
@@ -119,7 +118,8 @@ def _attend(
 
     index, spent_BH = fallback.build(build_and_count, q_BHSD.device)
     meter.add_sparse_prefill(spent_BH, causal)
-    attend = partial(prefill_attention, q_BHSD, k_BGKD, v_BGKD, index, chunk, **how)
+    by = partial(prefill_attention, scale=scale, window=window, softmax=keys.softmax)
+    attend = partial(by, q_BHSD, k_BGKD, v_BGKD, index, chunk)
     return fallback.run(lambda backend: attend(backend=backend), q_BHSD, layer.tile).out_BHSD
 
 

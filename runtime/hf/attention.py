@@ -28,6 +28,7 @@ from sparsekv.plans.model import AttentionGroup
 from sparsekv.runtime.core.prefill import DenseLayers, prefill
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.hf.cache import CacheOwner, SparseLayer, attention_dtype, is_autocast
+from sparsekv.runtime.stores.device import DeviceStore
 
 NAME = "sparsekv"
 PACKED = "sparsekv_flash"  # its name in continuous batching, whose scheduler tells masked implementations by theirs
@@ -115,8 +116,8 @@ class Pass:
         entry, dense = self.entry(layer), self.dense
         if dense is not None and softmax is PLAIN and not q_is_spare and not torch.is_grad_enabled():
             assert entry is not None, "dense layers of a pass without a cache"
-            store: Any = entry.store
-            if layer in dense.layers and store.is_plain and entry.dtype is qkv[0].dtype:
+            store, alike = entry.store, entry.dtype is qkv[0].dtype
+            if layer in dense.layers and alike and isinstance(store, DeviceStore):
                 k_BGKD, v_BGKD = store.tensors if dense.chunk.past[0] else qkv[1:]
                 return dense.attend(layer, qkv[0], k_BGKD, v_BGKD, scale)
         given = attention_dtype(qkv[0])

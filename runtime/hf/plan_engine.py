@@ -184,8 +184,8 @@ class PlanEngine(Engine):
 
     def _prefill(self, layer: LayerProgram, call: LayerCall, chunk: Chunk) -> torch.Tensor:
         above = self._output_bytes if call.q_is_spare else None
-        how: dict[str, Any] = {"fallback": self.fallback, "meter": self.meter, "overwrite_above": above}
-        return prefill(layer, call.q_BHSD, call.keys(chunk), chunk, scale=call.scale, **how)
+        attend = partial(prefill, fallback=self.fallback, meter=self.meter, overwrite_above=above)
+        return attend(layer, call.q_BHSD, call.keys(chunk), chunk, scale=call.scale)
 
 
 def _attending(program: Program, cache: Cache) -> Iterator[tuple[LayerProgram, SparseLayer]]:

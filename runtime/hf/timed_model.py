@@ -24,10 +24,11 @@ from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.pays import Pays
-from sparsekv.runtime.core.prefill import prefill
+from sparsekv.runtime.core.prefill import DenseLayers, prefill
 from sparsekv.runtime.core.program import LayerProgram, Program, decode
 from sparsekv.runtime.core.roles import DENSE
 from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.core.timed_layers import Launch, Place, RuleFile, TimedLayers, Timers, rule_key
 from sparsekv.runtime.hf.describe import config_of
 from sparsekv.runtime.model_config import device_name, soft_cap
@@ -85,8 +86,11 @@ class ModelLayers(TimedLayers):
         alike = self.alike(layer, q_BHTD, k_BGKD, chunk, scale)
         if alike is None:
             return math.nan
-        dense, sparse = partial(attend, layer.without_patterns), partial(attend, alike)
-        return self.layer_gain(dense, sparse, q_BHTD[0].transpose(0, 1).flatten(1))
+        dense = partial(attend, plain := layer.without_patterns)
+        if self.softmax is PLAIN and not self.float8:  # as `DenseLayers` run in a pass
+            of_pass = DenseLayers({plain.layer: plain}, {plain.window: 0}, chunk, Fallback(self.backend), Meter())
+            dense = partial(of_pass.attend, plain.layer, q_BHTD, k_BGKD, v_BGKD, scale)
+        return self.layer_gain(dense, partial(attend, alike), q_BHTD[0].transpose(0, 1).flatten(1))
 
     def decode_gain(self, rows: int, length: int) -> float:
         """All layers of a step, of which one of each kind is timed, filter layers first."""

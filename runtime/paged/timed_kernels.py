@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -52,6 +52,19 @@ class Pages:
     table_BP: torch.Tensor  # int32
 
 
+def _of_first_rank(gain: Callable[..., float]) -> Callable[..., float]:
+    """What the first rank measures, where others wait for it; nan where the memory of one does not suffice."""
+
+    @wraps(gain)
+    def agreed(self: EngineLayers, *args: Any) -> float:
+        try:
+            return self.agreed(gain(self, *args))
+        except torch.OutOfMemoryError:
+            return self.agreed(math.nan)
+
+    return agreed
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLayers(TimedLayers):
     """The layers of an engine beside its kernel, which takes queries in e4m3 beside a cache in 8 bits."""
@@ -87,10 +100,8 @@ class EngineLayers(TimedLayers):
         of_ranks = self.host.engine.gather(torch.tensor([measured], dtype=torch.float32, device=self.device))
         return math.nan if of_ranks.isnan().any() else float(of_ranks[0, 0])
 
+    @_of_first_rank
     def prefill_gain(self, layer: LayerProgram, rows: int, length: int) -> float:
-        return self._agreed(self._prefill_gain, layer, rows, length)
-
-    def _prefill_gain(self, layer: LayerProgram, rows: int, length: int) -> float:
         if not layer.patterns_at(length):  # of this rank
             return 1.0
         chunk, scale = Chunk.uniform(1, length - rows, length), self.size**-0.5
@@ -129,14 +140,12 @@ class EngineLayers(TimedLayers):
         attend(object())
         return partial(attend, object())
 
+    @_of_first_rank
     def decode_gain(self, rows: int, length: int) -> float:
         """All layers of a step of so many requests, of which one of each kind is timed, filter layers first. Without a
         second set of graphs a captured step has our kernels at every length or at none: none where they cost more in a
         step in which nothing chooses than they save at the longest context. Beside them a dense step takes as much
         longer."""
-        return self._agreed(self._decode_gain, rows, length)
-
-    def _decode_gain(self, rows: int, length: int) -> float:
         if rows not in self.costs and self.host.holds_dense:
             self.costs[rows] = 0.0
         elif rows not in self.costs:
@@ -150,25 +159,15 @@ class EngineLayers(TimedLayers):
         dense, sparse = self._step_us(rows, length, 0)
         return (dense + cost) / sparse
 
+    @_of_first_rank
     def mixed_gain(self, rows: int, length: int) -> float:
         """Beside prompts the engine's kernel takes the decode rows along, while the program launches ours for each
         layer."""
-        return self._agreed(self._mixed_gain, rows, length)
-
-    def _mixed_gain(self, rows: int, length: int) -> float:
         dense_us, *sparse = self._replayed(rows, length, 0)
         if not self.issued:  # at any size and context alike
             self.issued.extend(self._timed(self.timers.issued, self._launches(rows, length, 0, captured=False)[1:]))
         dense_us, ours_us = self.step_us([dense_us, *map(max, sparse, self.issued)])
         return dense_us / ours_us
-
-    def _agreed(self, gain: Callable[..., float], *args: Any) -> float:
-        """What the first rank measured, where others wait for it; nan where the memory of one does not suffice."""
-        try:
-            measured = gain(*args)
-        except torch.OutOfMemoryError:
-            measured = math.nan
-        return self.agreed(measured)
 
     def _on_all_ranks(self, made: Callable[[], Made]) -> Made:
         """What is allocated here, where every rank has memory for it."""
@@ -227,8 +226,7 @@ class EngineLayers(TimedLayers):
         """A dense layer of a decode step, and one of each kind by the plan, which the engine captures or launches;
         `least` as in `DecodeHost.begin`."""
         kinds, scale = [layer for layer, _ in self.kinds], self.size**-0.5
-        layer = kinds[0]
-        verified = rows * self.host.queries
+        layer, verified = kinds[0], rows * self.host.queries
         pages, q_RHD = self._on_all_ranks(
             lambda: (self._pages(rows, length, layer.kv_heads), self._queries(verified, layer.heads))
         )

@@ -54,7 +54,6 @@ class DeviceStore(WholeStore):
     """Keys and values beside their queries; views cost nothing. `counts` has the allocated bytes."""
 
     lengths: tuple[int, ...] = ()
-    is_plain: bool = True
 
     def __init__(self, counts: Bytes | None = None) -> None:
         self.bytes = Bytes() if counts is None else counts

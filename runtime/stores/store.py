@@ -159,7 +159,6 @@ class Seen(KeySource):
 
 class KVStore(KeySource, Protocol):
     bytes: Bytes  # allocated now
-    is_plain: bool = False  # whether `tensors` are all tokens on the device, contiguous in each row
 
     @property
     def lengths(self) -> tuple[int, ...]:

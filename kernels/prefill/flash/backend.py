@@ -34,7 +34,7 @@ from sparsekv.plans.errors import BackendError
 LISTED_TILES = 256
 # Dense layers of fewer rows are left to torch, whose launches cost the host less: of a whole prompt, and of a chunk,
 # where torch has a kernel of half the speed. Of whole prompts on an H200, torch's own calls are as fast at 4K, and with
-# flash-attn-4 a model of 0.1B takes 11% less at 8K, one of 0.5B 6%; the bound between them was not timed.
+# flash-attn-4 one of 0.1B took 11% less at 8K, one of 0.5B 6%, once each; the bound between them was not timed.
 DENSE_ROWS, DENSE_CHUNK_ROWS = 6144, 2048
 
 
