@@ -356,7 +356,10 @@ class Registered(PatternFamily):
         return length
 
 
-Pattern = Annotated[Dense | AShape | VerticalSlash | BlockSparse | Registered, Field(discriminator="pattern")]
+Pattern = Annotated[
+    Dense | AShape | VerticalSlash | BlockSparse | Registered,
+    Field(discriminator="pattern"),
+]
 PATTERNS: Mapping[str, type[Pattern]] = {
     kind.model_fields["pattern"].default: kind for kind in get_args(get_args(Pattern)[0])
 }
