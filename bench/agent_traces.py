@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from sparsekv.bench.turns import Session, Turn
 from sparsekv.plans.errors import UsageError
 
-SHIPPED = Path(__file__).with_name("data") / "agents.json"
+SHIPPED = Path(__file__).with_name("data") / "agents"
 
 
 class TraceRequest(BaseModel):

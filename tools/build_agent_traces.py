@@ -1,4 +1,4 @@
-"""Writes bench/data/agents.json, sessions of coding agents for `sparsekv bench serve --turns-file`:
+"""Writes bench/data/agents, sessions of coding agents for `sparsekv bench serve --turns-file` and AIPerf, a file each:
 `python tools/build_agent_traces.py`.
 
 Of their requests 88% have more than 64K tokens and 61% more than 128K, nine tenths of their input being what the
@@ -61,4 +61,6 @@ def _made_requests(blocks: int, source: random.Random) -> Iterator[dict[str, Any
 
 
 if __name__ == "__main__":
-    SHIPPED.write_text(json.dumps(list(made_traces()), separators=(",", ":")) + "\n")
+    SHIPPED.mkdir(exist_ok=True)
+    for trace in made_traces():
+        (SHIPPED / f"{trace['id']}.json").write_text(json.dumps(trace, separators=(",", ":")) + "\n")

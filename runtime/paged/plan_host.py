@@ -217,8 +217,7 @@ class PlanHost:
             for wanted, length in ((most, end), (most, min(end, max(before + 1, most))), *behind):
                 rows, patterns = min(wanted, most, length), layer.patterns_at(length)
                 chunk = Chunk.uniform(1, length - rows, length)
-                lines = (pattern.last_q for pattern in patterns if isinstance(pattern, VerticalSlash))
-                (sampled,) = chunk.sampled(max(lines, default=1))
+                (sampled,) = chunk.sampled(max((x.last_q for x in patterns if isinstance(x, VerticalSlash)), default=1))
                 kind = frozenset(pattern.pattern for pattern in patterns), (sampled - 1).bit_length()
                 launched = *kind, layer.window and layer.window < length, layer.kv_heads, *q_THD.shape[1:]
                 if patterns and launched not in self._warm:

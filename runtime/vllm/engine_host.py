@@ -201,9 +201,8 @@ def _cut(common: Any, name: str, part: slice) -> torch.Tensor | None:
 def is_plain(common: Any) -> bool:
     """Returns whether all rows of a step attend causally and to text alone: not to later tokens of an image, nor to a
     prompt beyond a window."""
-    images, prefixes = getattr(common, "mm_req_doc_ranges", None), getattr(common, "rswa_prefix_lens", None)
-    others = (images is not None and len(images)) or (prefixes is not None and len(prefixes))
-    return common.causal is True and not others
+    others = getattr(common, "mm_req_doc_ranges", None), getattr(common, "rswa_prefix_lens", None)
+    return common.causal is True and not any(other is not None and len(other) for other in others)
 
 
 def with_tables(common: Any, lengths_B: torch.Tensor, cpu_lengths_B: torch.Tensor, table_BP: torch.Tensor) -> Any:
