@@ -53,7 +53,7 @@ class Pages:
 
 
 def _of_first_rank(gain: Callable[..., float]) -> Callable[..., float]:
-    """What the first rank measures, where others wait for it; nan where the memory of one does not suffice."""
+    """All ranks return what the first one measured; nan where the memory of one does not suffice."""
 
     @wraps(gain)
     def agreed(self: EngineLayers, *args: Any) -> float:
