@@ -34,6 +34,7 @@ Made = TypeVar("Made")
 
 _SECONDS = 5.0
 _PROGRAM_US = 1400.0  # of a captured step, scheduler and sampling included: of vLLM 0.33 on a server's CPU of 2025
+_REQUEST_US = 25.0  # more of the program for each of its requests: a step of 16 took 1.7 ms there
 _OTHERS_US = 30.0  # of a layer of few rows on an H200 but for attention and reading weights: norms, writes, launches
 _WEIGHTS = 12  # of a layer, each of as many numbers as its heads have squared: products read them once a step
 _MOST_WEIGHTS = 1 << 27  # numbers that are read to time them
@@ -187,7 +188,8 @@ class EngineLayers(TimedLayers):
             self.products[rows] = self._products_us(rows)
         if not self.begun:
             self.begun.extend(self.timers.issued([self._begin(self._pages(1, 1, 1), 1, 1, 0, True)], self.device))
-        program = _PROGRAM_US, _PROGRAM_US + BUSY * self.begun[0]
+        program_us = _PROGRAM_US + rows * _REQUEST_US
+        program = program_us, program_us + BUSY * self.begun[0]
         # What follows from them is the same on all ranks, which wait for each other in steps; nan stays.
         times = (max(us + self.products[rows], least_us) for us, least_us in zip(attention, program, strict=True))
         whole, ours = map(self.agreed, times)
