@@ -1,4 +1,4 @@
-"""Rows of docs/benchmarks.md from files of `sparsekv compare`, of one run in parts too:
+"""Rows of docs/benchmarks.md and docs/lab/peers.md from files of `sparsekv compare`, of one run in parts too:
 `python tools/build_methods_table.py FILE ...`.
 
 Scores, differences and divergences are means over tasks, which weigh alike however many samples each has. A difference
@@ -76,12 +76,17 @@ def difference(one: Samples, other: Samples) -> str:
     return with_interval(mean_W[1] - mean_W[0], draws_XW[:, 1] - draws_XW[:, 0], "{:+.1f}")
 
 
-def lines(file: CompareFile, length: int, at: str) -> Iterator[tuple[str, ...]]:
-    """A table of all methods, dense first, then by tasks and score; and behind it ratios of divergences."""
+def samples_of(file: CompareFile, length: int, at: str) -> dict[str, Samples]:
     methods: dict[str, Samples] = {}
     for one in file.all(Sampled).values():
         if one.length == length and one.at in (at, DENSE_NAME[1]):
             methods.setdefault(one.method, {})[one.task, one.number] = one
+    return methods
+
+
+def lines(file: CompareFile, length: int, at: str) -> Iterator[tuple[str, ...]]:
+    """A table of all methods, dense first, then by tasks and score; and behind it ratios of divergences."""
+    methods = samples_of(file, length, at)
     dense, reference = methods.pop(DENSE_NAME[0]), file.settings.reference
     scores = {name: float(mean_and_draws(by_task(some))[0][0]) for name, some in methods.items()}
     tasks = {name: len(by_task(some)) for name, some in methods.items()}
@@ -111,12 +116,28 @@ def lines(file: CompareFile, length: int, at: str) -> Iterator[tuple[str, ...]]:
             yield (f"divergence of {reference} over that of {shown(file, name)}", ratio)
 
 
+def lines_of_tasks(file: CompareFile, length: int, at: str) -> Iterator[tuple[str, ...]]:
+    """A table of the reference's score by task, and minus that of each other method on the prompts of both."""
+    methods = samples_of(file, length, at)
+    ours = methods.pop(file.settings.reference)
+    yield ("", "prompts", "score", *(f"minus {shown(file, name)}" for name in methods))
+    yield ("---",) * (3 + len(methods))
+    for task in dict.fromkeys(task for task, _ in ours):
+        both = {key: one for key, one in ours.items() if key[0] == task}
+        cells = []
+        for some in methods.values():
+            count = sum(key in some for key in both)
+            told = difference(some, both) if count else ""
+            cells.append(told + (f", {count} prompts" if 0 < count < len(both) else ""))
+        yield (f"`{task}`", str(len(both)), f"{mean_and_draws(by_task(both))[0][0]:.1f}", *cells)
+
+
 def main() -> None:
     file = merged([CompareFile.read(CompareRun, Path(path)) for path in sys.argv[1:]])
     for length, at in dict.fromkeys((one.length, one.at) for one in file.all(Held).values()):
         print(f"\n{format_length(length)}, {file.settings.phase}, held to {at}\n")
-        for line in lines(file, length, at):
-            print("|", " | ".join(line), "|")
+        for line in (*lines(file, length, at), (), *lines_of_tasks(file, length, at)):
+            print(f"| {' | '.join(line)} |" if line else "")
 
 
 if __name__ == "__main__":

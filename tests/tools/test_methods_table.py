@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from build_methods_table import lines, mean_and_draws, merged
+from build_methods_table import lines, lines_of_tasks, mean_and_draws, merged
 
 from sparsekv.bench.compare_file import CompareFile, CompareRun, Held, Sampled
 
@@ -52,6 +52,16 @@ def test_tasks_weigh_alike_and_differences_are_of_the_prompts_of_both() -> None:
     assert table["sparsekv"][4].startswith(f"{mean('dense', 'sparsekv', most=8):+.1f} [")
     assert table["Stem without values"][5].startswith(f"{mean('stem', 'sparsekv', most=3):+.1f} [")
     assert table["divergence of sparsekv over that of Stem without values"][1] == "0.500 [0.500, 0.500]"
+
+    head, _, *tasks = lines_of_tasks(merged(parts), 4096, "0.3")
+    assert head[3:] == ("minus dense", "minus Stem without values")
+    for (task, count), line in zip((("vt", 3), ("cwe", 8)), tasks, strict=True):
+        ours = [100.0 * scores["sparsekv", task, n] for n in range(count)]
+        assert line[:3] == (f"`{task}`", str(count), f"{np.mean(ours):.1f}")
+        for method, most, cell in (("dense", count, line[3]), ("stem", 3, line[4])):
+            less = np.mean([ours[n] - 100.0 * scores[method, task, n] for n in range(most)])
+            assert cell.startswith(f"{less:+.1f} [")
+            assert cell.endswith(", 3 prompts") == (most < count)
 
 
 def test_methods_that_lack_tasks_come_last_and_say_so() -> None:
