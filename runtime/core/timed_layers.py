@@ -85,8 +85,7 @@ def _issued_us(launch: Launch, rounds: int = _ROUNDS) -> float:
 
 
 def replayed_us(launches: Sequence[Launch], device: torch.device) -> list[float]:
-    """Median time of each launch as part of a captured step: less that of a graph of one small kernel, as the device
-    begins a step once and not for each layer."""
+    """Median time of each launch as part of a captured step, which the device begins once and not for each layer."""
     graphs, small = [], torch.zeros(1, device=device)
     for launch in (*launches, small.zero_):
         launch()  # compiles; what is captured may not
@@ -96,10 +95,17 @@ def replayed_us(launches: Sequence[Launch], device: torch.device) -> list[float]
             launch()
         graphs.append(graph)
     with torch.cuda.device(device):
-        *times, begun_us = _in_turn([graph.replay for graph in graphs], _REPLAYS, device, _REPLAY_WAIT_US)
+        times = _in_turn([graph.replay for graph in graphs], _REPLAYS, device, _REPLAY_WAIT_US)
     for graph in graphs:
         graph.reset()
-    return [max(1.0, us - begun_us) for us in times]
+    return without_start(times)
+
+
+def without_start(times: Sequence[float]) -> list[float]:
+    """Times of graphs, less that of the last, which has one small kernel: its start, and the least that a kernel takes,
+    of each. At least 1, as less is noise."""
+    *taken, start = times
+    return [max(1.0, us - start) for us in taken]
 
 
 def _in_turn(launches: Sequence[Launch], rounds: int, device: torch.device, wait_us: float) -> list[float]:

@@ -34,7 +34,7 @@ Made = TypeVar("Made")
 
 _SECONDS = 5.0
 _PROGRAM_US = 1400.0  # of a captured step, scheduler and sampling included: of vLLM 0.33 on a server's CPU of 2025
-_REQUEST_US = 25.0  # more of the program for each of its requests: a step of 16 took 1.7 ms there
+_REQUEST_US = 25.0  # more for each request: steps of 16 took 0.3 to 0.4 ms more than of one; more were not measured
 _OTHERS_US = 30.0  # of a layer of few rows on an H200 but for attention and reading weights: norms, writes, launches
 _WEIGHTS = 12  # of a layer, each of as many numbers as its heads have squared: products read them once a step
 _MOST_WEIGHTS = 1 << 27  # numbers that are read to time them

@@ -1,5 +1,6 @@
 """Launches are timed in turn, each behind a write that leaves nothing of the one before in the device's L2."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -48,3 +49,34 @@ def test_the_l2_is_overwritten_before_each_timed_launch_and_launches_alternate(l
     for wait, written, start, _, end in timed:
         assert (wait, start, end) == ("wait", "event", "event")
         assert written > L2
+
+
+def test_a_captured_layer_is_timed_without_the_start_of_its_graph(monkeypatch):
+    taken = {"dense": 17.0, "sparse": 9.5, "noise": 5.0, "small": 6.0}
+    captured = []
+
+    class Graph:
+        def replay(self):
+            return self.has
+
+        def reset(self):
+            captured.remove(self)
+
+    class Capture(nullcontext):
+        def __exit__(self, *_):
+            self.enter_result.has = names[-1]
+            captured.append(self.enter_result)
+
+    def in_turn(launches, *_):
+        return [taken[launch()] for launch in launches]
+
+    names = []
+    cuda = SimpleNamespace(
+        synchronize=lambda _: None, CUDAGraph=Graph, graph=lambda one, **_: Capture(one), device=nullcontext
+    )
+    small = SimpleNamespace(zero_=lambda: names.append("small"))
+    monkeypatch.setattr(timed_layers, "torch", SimpleNamespace(cuda=cuda, zeros=lambda *_, **__: small))
+    monkeypatch.setattr(timed_layers, "_in_turn", in_turn)
+    launches = [lambda name=name: names.append(name) for name in ("dense", "sparse", "noise")]
+    assert timed_layers.replayed_us(launches, "cuda") == [11.0, 3.5, 1.0]
+    assert not captured
