@@ -105,7 +105,7 @@ def _quality(verdict: str) -> str:
     points = re.search(r"([+-][\d.]+) points beside dense", rest)
     excluded = re.search(r"a loss above ([\d.]+) points over all", rest)
     status = "`verified`" if verdict.startswith("verified") else "`unverified`"
-    few = ": the model answers too few of the test's tasks (three a length)" if "too few of these tasks" in rest else ""
+    few = ": the model answers too few of the test's tasks" if "too few of these tasks" in rest else ""
     way = "above" if points and points[1].startswith("+") else "below"
     score = f"scores {points[1][1:]} points {way} dense" if points else "was not tested"
     bound = f", and a loss above {excluded[1]} points is excluded (95%)" if excluded else ""
