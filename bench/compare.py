@@ -26,9 +26,9 @@ from sparsekv.bench.entrants import Entrant, Entrants
 from sparsekv.bench.eviction_rules import ObservedPrompt, observed_prompt
 from sparsekv.bench.selectors import RuleSteps
 from sparsekv.bench.suite import SuiteName, texts_of
-from sparsekv.bench.text_runs import Text, followed, timed_prefill
+from sparsekv.bench.text_runs import Text, followed, timed_prefill, until_end
 from sparsekv.planner.evaluation.batches import prompts_at_once
-from sparsekv.planner.evaluation.predictions import Prefilled, until_end
+from sparsekv.planner.evaluation.predictions import Prefilled
 from sparsekv.planner.evaluation.results import Spent
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.tasks import Sample, Split, make_sample, prepare

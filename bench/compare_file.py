@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from sparsekv.bench.intervals import Interval, bootstrap_interval, score_interval
 from sparsekv.bench.suite import ModelRun
 from sparsekv.planner.evaluation.predictions import DENSE
-from sparsekv.planner.evaluation.results import Interval, bootstrap_interval, score_interval
 from sparsekv.planner.records import RunFile, RunRecord
 from sparsekv.plans.phases import PrefillPlan
 from sparsekv.plans.types import (

@@ -33,6 +33,8 @@ from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.timed_layers import HeadShares, head_shares
 
 FAMILIES = ("vertical_slash", "a_shape")
+_CROSSOVER = 8192  # up to which a plan for requests is dense
+_GENERATED = 256  # the newest tokens of an answer that layers keep by it
 _WHOLE, _OBSERVE = 3, 256  # layers that drop nothing, and the queries that others choose by
 
 
@@ -152,6 +154,23 @@ def dense_up_to(plan: Plan, length: int) -> Plan:
     if decode is not None:
         decode = decode.model_copy(update={"lengths": (DecodeBucket(up_to=length, dense=True), *decode.lengths)})
     return plan.model_copy(update={"prefill": prefill, "decode": decode})
+
+
+def serve_by_hand(plan: Plan, words: str, longest: int, chosen: Budget | None, keep: int | None) -> tuple[Plan, str]:
+    """A plan made by hand for prefill and its words, with other phases for requests, dense where prompts are short.
+
+    Args:
+        longest: see `decode_by_hand`, as of `chosen`; without that, decode is dense.
+        keep: see `kept_by_hand`; without it, every token stays cached.
+    """
+    if chosen is not None:
+        by_hand, filters = decode_by_hand(plan.model, longest, chosen)
+        plan, words = plan.model_copy(update={"decode": by_hand.decode}), f"{words}; {filters}"
+    plan, words = dense_up_to(plan, _CROSSOVER), f"{words}, dense up to {_CROSSOVER}"
+    if keep is not None:
+        rules, kept = kept_by_hand(plan.model, keep, _GENERATED)
+        plan, words = plan.model_copy(update={"kv_cache": rules}), f"{words}; {kept}"
+    return plan, words
 
 
 def decode_by_hand(info: ModelInfo, longest: int, chosen: Budget | None = None) -> tuple[Plan, str]:

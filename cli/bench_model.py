@@ -32,7 +32,6 @@ from sparsekv.planner.options import Hardware, KVPrecision, density_for
 from sparsekv.planner.progress import BarProgress
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import TileShape
-from sparsekv.plans.schema import Plan
 
 if TYPE_CHECKING:
     import torch
@@ -245,8 +244,6 @@ def _decode_lengths(flags: DecodeFlags, info: ModelInfo, usual: tuple[int, ...])
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 _SERVE_LENGTHS = {"cuda": (32768, 131072), "cpu": (4096,)}
-_CROSSOVER = 8192  # up to which a plan made by hand is dense
-_GENERATED = 256  # the newest tokens of an answer that layers keep by a plan made by hand
 
 
 class ServeFlags(Benched, HandPrefill, HandDecode, Timed, Output):
@@ -322,7 +319,7 @@ def serve(flags: ServeFlags) -> None:
     mean.
     """
     machine = settings_of(flags)
-    from sparsekv.runtime.vllm.settings import check_installed
+    from sparsekv.bench.vllm_engines import check_installed
 
     check_installed()
     hardware, precision = device_and_dtype(machine)
@@ -331,6 +328,7 @@ def serve(flags: ServeFlags) -> None:
     most = max(flags.turn_tokens)
     planned = tuple(sorted({load.longest for load in sessions if load.new in (None, most)})) or lengths
     used = named_subject(flags, planned if sessions else flags.lengths).plan
+    from sparsekv.bench.hand_plans import dummy_plan, hand_plan, serve_by_hand
     from sparsekv.bench.serve import COLUMNS, ServeBench, bench_serve, served_model
     from sparsekv.bench.turns import COLUMNS as OF_TURNS
     from sparsekv.bench.turns import bench_turns
@@ -343,7 +341,9 @@ def serve(flags: ServeFlags) -> None:
     words = "given"
     with served_model(flags.model, flags.random_weights, bench.longest) as subject:
         if used is None:
-            used, words = _plan_by_hand(flags, subject.info, planned, bench.longest)
+            make = dummy_plan if flags.random_weights else hand_plan
+            made = make(subject.info, planned, flags.density or tuple(map(density_for, planned)), TileShape())
+            used, words = serve_by_hand(*made, bench.longest, flags.budget, flags.keep)
         if subject.note:
             tell(subject.note)
         progress = BarProgress()
@@ -361,19 +361,3 @@ def serve(flags: ServeFlags) -> None:
     if failures := sum(row.own["failures"] for row in rows):
         tell(f"{failures} chunks of a layer ran dense after an error: the log says why, and the times mean nothing")
         raise typer.Exit(1)
-
-
-def _plan_by_hand(flags: ServeFlags, info: ModelInfo, lengths: Sequence[int], longest: int) -> tuple[Plan, str]:
-    """A plan for a model without one, and in words."""
-    from sparsekv.bench.hand_plans import decode_by_hand, dense_up_to, dummy_plan, hand_plan, kept_by_hand
-
-    shares = flags.density or tuple(map(density_for, lengths))
-    plan, words = (dummy_plan if flags.random_weights else hand_plan)(info, lengths, shares, TileShape())
-    if flags.budget is not None:
-        by_hand, chosen = decode_by_hand(info, longest, flags.budget)
-        plan, words = plan.model_copy(update={"decode": by_hand.decode}), f"{words}; {chosen}"
-    plan, words = dense_up_to(plan, _CROSSOVER), f"{words}, dense up to {_CROSSOVER}"
-    if flags.keep is not None:
-        rules, kept = kept_by_hand(info, flags.keep, _GENERATED)
-        plan, words = plan.model_copy(update={"kv_cache": rules}), f"{words}; {kept}"
-    return plan, words

@@ -179,19 +179,17 @@ def _verified(
         return PlanResult(plan, used)
     lost: dict[int, list[str]] = defaultdict(list)
     said: tuple[str, ...] = ()
-    attempts = 0
-    for number, level in levels:
-        held_out = job.held_out and job.held_out.part(attempts)
+    for attempt, (number, level) in enumerate(levels):
+        held_out = job.held_out and job.held_out.part(attempt)
         if plan.is_dense or (job.held_out and not held_out):
             said = (NOTHING_SPARSE if plan.is_dense else _USED_UP.format(job.held_out.count if job.held_out else 0),)
             break
-        attempts += 1
         run = VerifyRun("full" if used.verify == "full" else "small", number, level, outcomes)
         last = verify(job.subject, plan, used, run, progress, job.kit, held_out=held_out)
         plan, said = last.recorded(plan), last.reasons
         for length in last.quality.missed:
             lost[length].append(last.test.worst_at(length))
-        stricter = _after(used, last.quality.missed, attempts)
+        stricter = _after(used, last.quality.missed, attempt + 1)
         if stricter == used:
             break
         progress.say(f"the plan missed its test ({last.reasons[0]}); the next one is denser")
@@ -201,7 +199,7 @@ def _verified(
     if job.held_out:
         origin = plan.provenance.model_copy(update={"prompts": job.held_out.digest})
         plan = plan.model_copy(update={"provenance": origin})
-    return PlanResult(plan, used, attempts, (*said, *dense_remarks(used, lost)))
+    return PlanResult(plan, used, (*said, *dense_remarks(used, lost)))
 
 
 def _after(used: Settled, missed: Collection[int], attempts: int) -> Settled:
@@ -251,14 +249,12 @@ class PlanResult:
     Attributes:
         plan: the plan; its status says whether it passed its test.
         options: of this plan, which may be denser than what was asked for.
-        attempts: plans that were run on held-out prompts.
         remarks: first what keeps the plan from being verified, then lengths that are dense or denser after a test that
             was missed, heads that run dense, and what could not be predicted.
     """
 
     plan: Plan
     options: Settled
-    attempts: int = 0
     remarks: tuple[str, ...] = ()
 
     @property

@@ -68,7 +68,6 @@ def preset_vllm() -> None:
         os.environ.setdefault(name, value)
 
 
-def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
+def cache_folder() -> Path:
     """The folder of what may be measured again, as the XDG base directory specification has it."""
-    source = os.environ if environment is None else environment
-    return Path(source.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv"

@@ -76,7 +76,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, stand_ins: StandIns) -> None:
     def planned(job: object, *, profile_out: Path | None, **_: object) -> PlanResult:
         if profile_out:
             stand_ins.put(str(profile_out), "--profile")
-        return PlanResult(stand_ins.plan, settle(PlanOptions(), 4096, "cpu"), 1, ("nothing was measured",))
+        return PlanResult(stand_ins.plan, settle(PlanOptions(), 4096, "cpu"), ("nothing was measured",))
 
     def benched(flags: Benched, *_: object, **__: object) -> BenchModel:
         return BenchModel(stand_ins.loaded.model, stand_ins.loaded.info, flags.model, "loaded")
@@ -91,7 +91,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, stand_ins: StandIns) -> None:
     monkeypatch.setattr("sparsekv.cli.bench_own.which", str)
     monkeypatch.setattr(backends, "check_backend", lambda *_: None)
     monkeypatch.setattr(backends, "choose_backend", lambda *shape: choose_backend(*shape[:3]))
-    monkeypatch.setattr("sparsekv.runtime.vllm.settings.find_spec", lambda _: True)
+    monkeypatch.setattr("sparsekv.bench.vllm_engines.find_spec", lambda _: True)
     monkeypatch.setattr("sparsekv.planner.job.solved_tasks", lambda *_: ())
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -22,12 +23,10 @@ class EvenSpread(Role):
         recent: how many of the newest.
     """
 
+    is_sparse: ClassVar[bool] = True
+
     chosen: int
     recent: int
-
-    @property
-    def is_sparse(self) -> bool:
-        return True
 
     @property
     def dense_up_to(self) -> int:

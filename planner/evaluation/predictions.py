@@ -153,18 +153,6 @@ def continued(model: Any, prompts: Prefilled, tokens: int) -> torch.Tensor:
     return torch.cat(rows, 1).float()
 
 
-def goes_on(model: Any, ids_BG: torch.Tensor) -> torch.Tensor:
-    """[B, G]: True of tokens that are no end tokens."""
-    ends = model.generation_config.eos_token_id
-    return ~torch.isin(ids_BG, torch.tensor([] if ends is None else ends, device=ids_BG.device))
-
-
-def until_end(model: Any, ids_BG: torch.Tensor) -> torch.Tensor:
-    """[B, G]: True of tokens before an end token, and of the first one."""
-    is_end_BG = (~goes_on(model, ids_BG)).long()
-    return is_end_BG.cumsum(1) - is_end_BG == 0
-
-
 def answered(loaded: LoadedModel, batch: Batch, picked_BA: torch.Tensor) -> list[bool | None]:
     """True of each answer that greedy generation gives; None where a sample has no text to compare (perplexity).
 

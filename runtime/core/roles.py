@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,15 +38,8 @@ Attempt = Callable[[Callable[[str], Any], torch.device], Any]
 class Role:
     """A dense layer, and the answers of every other role where it gives none of its own."""
 
-    @property
-    def attends(self) -> bool:
-        """Whether the layer has keys and values."""
-        return True
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether its steps leave out cached tokens, or choose them for other layers."""
-        return False
+    attends: ClassVar[bool] = True  # has keys and values
+    is_sparse: ClassVar[bool] = False  # its steps leave out cached tokens, or choose them for other layers
 
     @property
     def capturable(self) -> bool:
@@ -142,18 +135,14 @@ DENSE = Role()
 
 @dataclass(frozen=True, slots=True)
 class Recurrent(Role):
-    @property
-    def attends(self) -> bool:
-        return False
+    attends: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
 class _InSegment(Role):
-    segment: SegmentProgram
+    is_sparse: ClassVar[bool] = True
 
-    @property
-    def is_sparse(self) -> bool:
-        return True
+    segment: SegmentProgram
 
     @property
     def dense_up_to(self) -> int:

