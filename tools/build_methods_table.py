@@ -134,7 +134,10 @@ def lines_of_tasks(file: CompareFile, length: int, at: str) -> Iterator[tuple[st
 
 def main() -> None:
     file = merged([CompareFile.read(CompareRun, Path(path)) for path in sys.argv[1:]])
-    for length, at in dict.fromkeys((one.length, one.at) for one in file.all(Held).values()):
+    sampled = {one.length for one in file.all(Sampled).values()}
+    if not sampled:
+        raise SystemExit("expected samples, found settings alone; repeat the command of `sparsekv compare`")
+    for length, at in dict.fromkeys((one.length, one.at) for one in file.all(Held).values() if one.length in sampled):
         print(f"\n{format_length(length)}, {file.settings.phase}, held to {at}\n")
         for line in (*lines(file, length, at), (), *lines_of_tasks(file, length, at)):
             print(f"| {' | '.join(line)} |" if line else "")

@@ -126,7 +126,7 @@ def _attend(
 def _has_kernel(
     q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk, fallback: Fallback
 ) -> bool:
-    """Returns whether the backend has a dense kernel: a failure of torch's own is none of the backend."""
+    """Returns whether the backend has a dense kernel. Where it has none, torch attends, and may fail alone."""
     by_triton = dense_by_triton(q_BHSD, backend=fallback.backend)
     return by_triton or dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=fallback.backend)
 

@@ -102,10 +102,10 @@ def replayed_us(launches: Sequence[Launch], device: torch.device) -> list[float]
 
 
 def without_start(times: Sequence[float]) -> list[float]:
-    """Times of graphs, less that of the last, which has one small kernel: its start, and the least that a kernel takes,
-    of each. At least 1, as less is noise."""
+    """Returns the times of all graphs but the last, less the time of that one: it has one small kernel, and takes the
+    start of a graph and the least of a kernel. A difference below 1 is noise; nan stays."""
     *taken, start = times
-    return [max(1.0, us - start) for us in taken]
+    return [max(us - start, 1.0) for us in taken]
 
 
 def _in_turn(launches: Sequence[Launch], rounds: int, device: torch.device, wait_us: float) -> list[float]:

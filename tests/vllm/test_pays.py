@@ -301,7 +301,7 @@ def test_decode_kernels_are_captured_where_they_save_more_than_they_cost_idle(
 @pytest.mark.parametrize("holds_dense", [False, True])
 @pytest.mark.parametrize(
     ("dense", "ours", "reads"),
-    [(20.0, 10.0, 0.5), (400.0, 200.0, 7.0), (300.0, 100.0, 7.0), (50.0, 20.0, 900.0)],
+    [(20.0, 10.0, 1.0), (400.0, 200.0, 7.0), (300.0, 100.0, 7.0), (50.0, 20.0, 900.0)],
     ids=["small model", "many requests", "shorter than the program", "large model"],
 )
 def test_a_decode_step_takes_the_longer_of_the_device_and_the_program(
